@@ -6,7 +6,8 @@
 // Backward, with P = exp(scale * q K^T - lse) and delta = rowsum(out * dout) - dlse:
 //   dV = P^T dout,  dS = P * (dout V^T - delta),  dQ = scale * dS K,  dK = scale * dS^T Q
 // With a softcap c, scores are S = c * tanh(scale * q K^T / c), and dS has a further factor 1 - (S / c)^2.
-// Mask, scale and softcap are the group's (`Scores`). One problem may have groups with different ones.
+// Mask, scale and softcap are the group's (`Scores`), as are rows that see each other besides. One problem may have
+// groups with different ones.
 //
 // A sink is one more score of every row of its query head, with a value of zero. Kernels know nothing of sinks: the
 // home adds them to out and lse (`add_sinks`), and backward follows from that lse and that delta.
@@ -27,6 +28,7 @@
 
 #include "common/dtype.h"
 #include "common/error.h"
+#include "common/mask.h"
 #include "common/parallel.h"
 #include "common/rows.h"
 
@@ -60,6 +62,9 @@ struct KeyGradRun {
 struct KeyGroup {
   int64_t kv_heads = 0;
   int64_t scores = 0;  // index into the problem's scores
+  /// Rows of the document that see each other, whatever the mask of the scores says: ascending and disjoint. It has all
+  /// that have rows among those of the group's tasks or keys.
+  std::span<const BidirectionalRows> bidirectional;
   /// Document rows that are present.
   int64_t kv_begin = 0;
   int64_t kv_end = 0;
@@ -103,10 +108,11 @@ struct Problem {
   bool deterministic = true;
 
   const Scores& scores_of(const KeyGroup& group) const { return scores[static_cast<size_t>(group.scores)]; }
+  DocumentMask mask_of(const KeyGroup& group) const { return {scores_of(group).mask, group.bidirectional}; }
 };
 
 /// Throws InvalidArgumentError unless a problem has at most kMostScores scores, each has a window that its mask can
-/// have, and every group has one of them.
+/// have, every group has one of them, and its bidirectional rows are ascending and disjoint.
 inline void check_scores(const Problem& problem) {
   const int64_t num_scores = std::ssize(problem.scores);
   require(num_scores <= kMostScores, "attention: a problem has ", num_scores,
@@ -118,6 +124,12 @@ inline void check_scores(const Problem& problem) {
     const int64_t scores = problem.groups[g].scores;
     require(0 <= scores && scores < num_scores, "attention: group ", g, " has scores ", scores, "; there are ",
             num_scores);
+    int64_t last = 0;
+    for (const BidirectionalRows& rows : problem.groups[g].bidirectional) {
+      require(last <= rows.begin && rows.begin < rows.end, "attention: group ", g, " has bidirectional rows [",
+              rows.begin, ", ", rows.end, "); allowed is an ascending range from row ", last, " on");
+      last = rows.end;
+    }
   }
 }
 

@@ -24,7 +24,7 @@ void check(const Problem& problem) {
   const int64_t num_tasks = std::ssize(problem.tasks);
   for (int64_t g = 0; g < num_groups; ++g) {
     const KeyGroup& group = problem.groups[g];
-    const Mask& mask = problem.scores_of(group).mask;
+    const DocumentMask mask = problem.mask_of(group);
     require(1 <= group.kv_heads && group.kv_heads <= heads.kv_heads, "attention: group ", g, " has ", group.kv_heads,
             " key/value heads; 1 to ", heads.kv_heads, " are allowed");
     require(0 <= group.kv_begin && group.kv_begin <= group.kv_end, "attention: group ", g, " has key rows [",
@@ -42,7 +42,8 @@ void check(const Problem& problem) {
       require(task.group == g, "attention: task ", t, " is of group ", task.group, " but in the task range of group ",
               g);
       require(last <= task.q_begin && task.q_begin < task.q_end && task.q_end <= group.kv_end &&
-                  mask.first_key(task.q_begin) >= group.kv_begin,
+                  mask.first_key(task.q_begin) >= group.kv_begin &&
+                  mask.end_key(task.q_end - 1, group.kv_end) <= group.kv_end,
               "attention: task ", t, " has query rows [", task.q_begin, ", ", task.q_end, "); allowed is an ascending ",
               "range from row ", last, " on that sees keys of [", group.kv_begin, ", ", group.kv_end, ") only");
       last = task.q_end;
@@ -79,7 +80,7 @@ KernelCall::KernelCall(const Problem& p, const MicroKernel& m)
       v_columns(round_up(p.heads.v_dim, kColumnUnit)),
       // A step of keys is read once for item_rows * group_heads rows. More rows would not fit into the second-level
       // cache.
-      item_rows(std::clamp<int64_t>(8 / group_heads, 1, 8) * kTileRows) {}
+      item_rows(std::clamp<int64_t>(kMostTiles / group_heads, 1, kMostTiles) * kTileRows) {}
 
 struct CpuAttention::State {
   /// Units are taken in batches of about this many floats of packed memory for each worker. That is small enough for
@@ -124,7 +125,7 @@ struct CpuAttention::State {
 
   /// Pairs of query rows and keys of a unit of the group, or somewhat more where a mask cuts its tasks.
   int64_t cost_of(const KeyGroup& group) const {
-    const Mask& mask = call.problem->scores_of(group).mask;
+    const DocumentMask mask = call.problem->mask_of(group);
     int64_t cost = 0;
     for (int64_t t = group.task_begin; t < group.task_end; ++t) {
       const Task& task = call.problem->tasks[static_cast<size_t>(t)];
@@ -196,7 +197,7 @@ struct CpuAttention::State {
     items.clear();
     for (int64_t u = 0; u < std::ssize(call.units); ++u) {
       const KeyGroup& group = call.group_of(call.units[static_cast<size_t>(u)]);
-      const Mask& mask = call.problem->scores_of(group).mask;
+      const DocumentMask mask = call.problem->mask_of(group);
       for (int64_t t = group.task_begin; t < group.task_end; ++t) {
         const Task& task = call.problem->tasks[static_cast<size_t>(t)];
         for (int64_t begin = task.q_begin; begin < task.q_end; begin += call.item_rows) {
@@ -214,7 +215,7 @@ struct CpuAttention::State {
     items.clear();
     for (int64_t u = 0; u < std::ssize(call.units); ++u) {
       const KeyGroup& group = call.group_of(call.units[static_cast<size_t>(u)]);
-      const Mask& mask = call.problem->scores_of(group).mask;
+      const DocumentMask mask = call.problem->mask_of(group);
       const auto tasks = call.problem->tasks.subspan(static_cast<size_t>(group.task_begin),
                                                      static_cast<size_t>(group.task_end - group.task_begin));
       int64_t cost = std::numeric_limits<int64_t>::max();

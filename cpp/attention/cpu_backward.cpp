@@ -192,28 +192,29 @@ void compute_tile(const KernelCall& call, const Scores& scores, int64_t key, int
 
 /// Adds the contribution of `rows` rows of a strip, the first of which is document row `first`, to the gradients of the
 /// chunk [begin, end) and to dq.
-void add_strip(const KernelCall& call, const Scores& scores, int64_t first, int64_t rows, int64_t begin, int64_t end,
-               const Buffers& buffers, float* dq, const RowsToCome& next) {
-  const Mask& mask = scores.mask;
+void add_strip(const KernelCall& call, const Scores& scores, const DocumentMask& mask, int64_t first, int64_t rows,
+               int64_t begin, int64_t end, const Buffers& buffers, float* dq, const RowsToCome& next) {
   const MicroKernel& micro = *call.micro;
   constexpr int64_t kRowsFetched = kTileRows / (kChunkKeys / kStepKeys);
   const int64_t chunk = round_down(begin, kChunkKeys);
+  const int64_t first_key = mask.first_key(first), end_key = mask.end_key(first + rows - 1, end);
+  SeenRanges<kTileRows> keys;
+  SeenRanges<kStepKeys> seeing;
   for (int64_t start = round_down(begin, kStepKeys); start < end; start += kStepKeys) {
     const int64_t step_end = std::min(start + kStepKeys, end), key = start - chunk;
     const int64_t part = key / kStepKeys * kRowsFetched;
-    if (tile_of(call, rows, keys_visible_from(mask, first, start, step_end)).end == 0) continue;
+    if (first_key >= step_end || end_key <= start) continue;
+    const int64_t num_keys = step_end - start;
     for (int64_t row = 0; row < rows; row += kTileRows) {
       next.prefetch(call.problem->heads, row + part, row + part + kRowsFetched);
-      compute_tile(call, scores, key, row, std::min(kTileRows, rows - row),
-                   keys_visible_from(mask, first + row, start, step_end), buffers, dq);
+      const int64_t tile_rows = std::min(kTileRows, rows - row);
+      keys.set_keys(mask, first + row, tile_rows, start, num_keys);
+      compute_tile(call, scores, key, row, tile_rows, keys.visible(), buffers, dq);
     }
-    // Key j of the step is seen by the strip's rows [from + j, upto + j).
-    const Visible keys = keys_visible_from(mask, first, start, step_end);
-    const Visible seeing{1 - keys.upto, 1 - keys.from, rows};
-    const int64_t num_keys = step_end - start;
-    micro.multiply_visible(num_keys, call.v_columns, seeing, buffers.step.probs, buffers.strip.dout_pairs,
+    seeing.set_rows(mask, start, num_keys, first, rows);
+    micro.multiply_visible(num_keys, call.v_columns, seeing.visible(), buffers.step.probs, buffers.strip.dout_pairs,
                            from_row(buffers.chunk.dv, key));
-    micro.multiply_visible(num_keys, call.columns, seeing, buffers.step.dscores, buffers.strip.q_pairs,
+    micro.multiply_visible(num_keys, call.columns, seeing.visible(), buffers.step.dscores, buffers.strip.q_pairs,
                            from_row(buffers.chunk.dk, key));
   }
 }
@@ -243,7 +244,7 @@ void work_on_chunk(const KernelCall& call, const WorkItem& item, float* scratch)
   const Unit& unit = call.units[static_cast<size_t>(item.unit)];
   const KeyGroup& group = call.group_of(unit);
   const Scores& scores = call.scores_of(unit);
-  const Mask& mask = scores.mask;
+  const DocumentMask mask = call.problem->mask_of(group);
   FloatCarver carver(scratch);
   const Buffers buffers(call, carver);
   const ChunkBuffers& chunk = buffers.chunk;
@@ -273,7 +274,7 @@ void work_on_chunk(const KernelCall& call, const WorkItem& item, float* scratch)
                         std::min(kStripRows, std::min(task.q_end, seeing.end) - end)};
         if (h + 1 < call.group_heads)
           next = {&task, unit.kv_head * call.group_heads + h + 1, begin - task.q_begin, end - begin};
-        add_strip(call, scores, begin, end - begin, item.begin, item.end, buffers, dq, next);
+        add_strip(call, scores, mask, begin, end - begin, item.begin, item.end, buffers, dq, next);
         progress.store(static_cast<int32_t>(chunk_index - first_chunk + 1), std::memory_order_release);
       }
     }

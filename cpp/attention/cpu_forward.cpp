@@ -192,7 +192,7 @@ void attend_rows(const KernelCall& call, const WorkItem& item, float* packed, co
   const Unit& unit = call.units[static_cast<size_t>(item.unit)];
   const KeyGroup& group = call.group_of(unit);
   const Scores& scores = call.scores_of(unit);
-  const Mask& mask = scores.mask;
+  const DocumentMask mask = call.problem->mask_of(group);
   const Task& task = call.problem->tasks[static_cast<size_t>(item.task)];
   const int64_t tiles = panels_of(item.end - item.begin);
   const auto rows_of = [&](int64_t t) { return std::min(kTileRows, item.end - item.begin - t * kTileRows); };
@@ -211,17 +211,20 @@ void attend_rows(const KernelCall& call, const WorkItem& item, float* packed, co
   std::fill_n(buffers.row_base, all * kTileRows, -kInfinity);
   std::fill_n(buffers.row_sum, all * kTileRows, 0.f);
 
+  SeenRanges<kTileRows> seen[kMostTiles];
+  int64_t first_step[kMostTiles];  // in which a row of the tile sees a key
+  for (int64_t t = 0; t < tiles; ++t)
+    first_step[t] = round_down(mask.first_key(item.begin + t * kTileRows), micro.softmax_keys);
   const int64_t end_key = mask.end_key(item.end - 1, group.kv_end), first_key = mask.first_key(item.begin);
   for (int64_t start = round_down(first_key, micro.softmax_keys); start < end_key; start += micro.softmax_keys) {
     const int64_t step_start = round_down(start, kStepKeys);
     const PackedStep step = packed_step(call, group, packed, step_start);
+    const int64_t num_keys = std::min(start + micro.softmax_keys, step.end) - start;
+    for (int64_t t = 0; t < tiles; ++t) seen[t].set_keys(mask, item.begin + t * kTileRows, rows_of(t), start, num_keys);
     for (int64_t tile = 0; tile < all; ++tile) {
       const int64_t t = tile % tiles;
-      const int64_t step_end = std::min(start + micro.softmax_keys, step.end);
-      const int64_t row = item.begin + t * kTileRows;
-      const Visible visible = keys_visible_from(mask, row, start, step_end);
-      const bool is_first = start == round_down(mask.first_key(row), micro.softmax_keys);
-      const Pairing pairing{tile, rows_of(t), is_first, tile_of(call, rows_of(t), visible)};
+      const bool is_first = start == first_step[t];
+      const Pairing pairing{tile, rows_of(t), is_first, tile_of(call, rows_of(t), seen[t].visible())};
       if (pairing.shape.begin == pairing.shape.end) continue;
       if (next != nullptr) next->prefetch_some();
       attend(call, scores, step, start - step_start, pairing, buffers);

@@ -26,6 +26,8 @@ static_assert(kStepKeys % kKeyBlockRows == 0);
 
 /// Keys of a work item of the backward pass; results do not depend on it.
 inline constexpr int64_t kChunkKeys = 4 * kStepKeys;
+/// Tiles of the query rows of a work item, of one head.
+inline constexpr int64_t kMostTiles = 8;
 
 inline constexpr int64_t round_down(int64_t n, int64_t multiple) { return n / multiple * multiple; }
 inline constexpr int64_t panels_of(int64_t words) { return ceil_div(words, kPanelWords); }
@@ -195,17 +197,71 @@ inline void prefetch_bytes(const std::byte* p, int64_t bytes) {
 
 // ---- what sees what
 
-/// The keys of [key, key_end) that query rows from `row` on see.
-inline Visible keys_visible_from(const Mask& mask, int64_t row, int64_t key, int64_t key_end) {
-  constexpr int64_t kFar = int64_t{1} << 28;  // beyond any step and tile
-  return {mask.window > 0 ? std::max(row - mask.window + 1 - key, -kFar) : -kFar,
-          mask.kind == MaskKind::kFull ? kFar : std::clamp(row + 1 - key, -kFar, kFar), key_end - key};
-}
+/// The ends of what each of up to kMost query rows sees of some keys, or each of so many keys of some query rows that
+/// see it.
+template <int64_t kMost>
+class SeenRanges {
+ public:
+  /// What `n` query rows, from `row` on, see of `num_keys` keys, from `key` on.
+  void set_keys(const DocumentMask& mask, int64_t row, int64_t n, int64_t key, int64_t num_keys) {
+    const bool all = mask.first_key(row + n - 1) <= key && mask.end_key(row, key + num_keys) >= key + num_keys;
+    if (set_whole(all, num_keys)) return;
+    const bool is_full = mask.mask.kind == MaskKind::kFull;
+    set_ascending(mask.mask.window > 0 ? row - mask.mask.window + 1 - key : -kFar, num_keys, from_);
+    set_ascending(is_full ? kFar : row + 1 - key, num_keys, upto_);
+    widen(mask, row, n, key, num_keys);
+  }
+  /// Which of `num_rows` query rows, from `row` on, see each of `n` keys, from `key` on.
+  void set_rows(const DocumentMask& mask, int64_t key, int64_t n, int64_t row, int64_t num_rows) {
+    const bool all = mask.first_row(key + n - 1) <= row && mask.end_row(key, row + num_rows) >= row + num_rows;
+    if (set_whole(all, num_rows)) return;
+    const bool is_full = mask.mask.kind == MaskKind::kFull;
+    set_ascending(is_full ? -kFar : key - row, num_rows, from_);
+    set_ascending(mask.mask.window > 0 ? key + mask.mask.window - row : kFar, num_rows, upto_);
+    widen(mask, key, n, row, num_rows);
+  }
+  Visible visible() const { return {from_, upto_}; }
+
+ private:
+  static constexpr int64_t kFar = int64_t{1} << 28;  // beyond any step, tile and strip
+
+  /// Says that all see all of `limit`, if they do. Nearly always they did so before.
+  bool set_whole(bool all, int64_t limit) {
+    if (all && whole_ != limit) {
+      std::fill_n(from_, kMost, 0);
+      std::fill_n(upto_, kMost, static_cast<int32_t>(limit));
+    }
+    whole_ = all ? limit : -1;
+    return all;
+  }
+  static void set_ascending(int64_t first, int64_t limit, int32_t (&ends)[kMost]) {
+    const auto at = static_cast<int32_t>(std::clamp(first, -kFar, kFar)), most = static_cast<int32_t>(limit);
+    for (int32_t i = 0; i < kMost; ++i) ends[i] = std::clamp(at + i, 0, most);
+  }
+  /// Rows that see each other do so from either side: `first` is the first one of the rows or keys whose ranges these
+  /// are, `other` the first one of [0, limit).
+  void widen(const DocumentMask& mask, int64_t first, int64_t n, int64_t other, int64_t limit) {
+    const BidirectionalRows* const end = mask.bidirectional.data() + mask.bidirectional.size();
+    for (const BidirectionalRows* b = mask.ending_after(first); b != end && b->begin < first + n; ++b) {
+      const auto from = static_cast<int32_t>(std::clamp<int64_t>(b->begin - other, 0, limit));
+      const auto upto = static_cast<int32_t>(std::clamp<int64_t>(b->end - other, 0, limit));
+      for (int64_t i = std::max<int64_t>(b->begin - first, 0); i < std::min(b->end - first, n); ++i) {
+        from_[i] = std::min(from_[i], from);
+        upto_[i] = std::max(upto_[i], upto);
+      }
+    }
+    std::fill(from_ + n, from_ + kMost, from_[n - 1]);
+    std::fill(upto_ + n, upto_ + kMost, upto_[n - 1]);
+  }
+
+  int64_t whole_ = -1;  // the limit of which all see all; -1: they do not
+  alignas(64) int32_t from_[kMost];
+  alignas(64) int32_t upto_[kMost];
+};
 
 /// The keys of a step that any of `rows` query rows sees, as a tile. It is empty (begin == end) if there are none.
 inline ScoreTile tile_of(const KernelCall& call, int64_t rows, Visible visible) {
-  const int64_t begin = std::max<int64_t>(visible.from, 0);
-  const int64_t end = std::min(visible.upto + rows - 1, visible.limit);
+  const int64_t begin = visible.from[0], end = visible.upto[rows - 1];
   const int64_t lanes = round_up(rows, kColumnUnit);
   if (begin >= end) return {0, 0, lanes, visible};
   return {round_down(begin, call.micro->row_unit), call.unit_rows(end), lanes, visible};
@@ -217,10 +273,8 @@ struct RowRange {
 };
 
 /// The task's query rows that may see any of the keys [begin, end).
-inline RowRange rows_seeing(const Mask& mask, const Task& task, int64_t begin, int64_t end) {
-  if (mask.kind == MaskKind::kFull) return {task.q_begin, task.q_end};
-  const int64_t last = mask.window > 0 ? std::min(task.q_end, end - 1 + mask.window) : task.q_end;
-  return {std::max(task.q_begin, begin), last};
+inline RowRange rows_seeing(const DocumentMask& mask, const Task& task, int64_t begin, int64_t end) {
+  return {std::max(task.q_begin, mask.first_row(begin)), mask.end_row(end - 1, task.q_end)};
 }
 
 /// Copies `rows` values of one head of a [rows, heads, 1] fp32 view.

@@ -39,12 +39,12 @@ inline constexpr int64_t kStepKeys = 128;
 
 static_assert(kTileRows == kPanelWords);
 
-/// Element m of an outer dimension sees inner elements [max(0, from + m), min(limit, upto + m)), or none if that range
-/// is empty.
+/// Element m of an outer dimension sees inner elements [from[m], upto[m]), or none if that range is empty. Neither end
+/// falls from one m to the next. There are numbers for as many m as are computed, those past the last one included,
+/// whose numbers repeat the last one's.
 struct Visible {
-  int64_t from;
-  int64_t upto;
-  int64_t limit;
+  const int32_t* from;
+  const int32_t* upto;
 };
 
 struct Panels {

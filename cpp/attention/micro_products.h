@@ -46,7 +46,7 @@ DISTCA_INLINE void add_products(int64_t begin, int64_t end, const float* left, i
   }
 }
 
-/// Like add_products where rows differ in what they see: row i sees elements [from + i, upto + i) below limit.
+/// Like add_products where rows differ in what they see.
 template <class Operands, LeftForm kForm, int kM, int kN>
 DISTCA_INLINE void add_edge_products(int64_t begin, int64_t end, Visible visible, const float* left,
                                      int64_t left_stride, const float* right, Floats (&sum)[kM][kN]) {
@@ -58,7 +58,7 @@ DISTCA_INLINE void add_edge_products(int64_t begin, int64_t end, Visible visible
     for (int j = 0; j < kN; ++j) vectors[j] = load(right + begin * kPanelWords + j * kWidth);
 #pragma GCC unroll 8
     for (int i = 0; i < kM; ++i) {
-      const int64_t from = visible.from + i, upto = smaller_of(visible.upto + i, visible.limit);
+      const int64_t from = visible.from[i], upto = visible.upto[i];
       const Floats element = broadcast_word(a + i * (kForm == LeftForm::kInnerColumns ? kPanelWords : 1));
       if constexpr (Operands::kElements == 1) {
         if (begin < from || begin >= upto) continue;
@@ -116,7 +116,7 @@ template <class Operands>
 void multiply_scores(const ScoreProduct& p) {
   // The tile without the keys that no lane of [lane, lane + lanes) sees.
   const auto seen_by = [&](int64_t lane, int64_t lanes) {
-    const int64_t upto = larger_of(p.tile.visible.upto + lane + lanes - 1, p.tile.begin);
+    const int64_t upto = larger_of(p.tile.visible.upto[lane + lanes - 1], p.tile.begin);
     ScoreTile seen = p.tile;
     seen.end = smaller_of(row_units(upto), p.tile.end);
     return seen;
@@ -133,13 +133,13 @@ template <class Operands, LeftForm kForm, int kN>
 DISTCA_INLINE void multiply_column(int64_t m, Visible visible, Panels left, const float* right, const SumsOverKeys& c) {
   constexpr int64_t kElements = Operands::kElements;
   for_each_tile(0, row_units(m), [&]<int kM>(int64_t row) __attribute__((always_inline)) {
-    const Visible rows{visible.from + row, visible.upto + row, visible.limit};
-    const int64_t begin = larger_of(rows.from, 0), end = smaller_of(rows.upto + kM - 1, rows.limit);
+    const Visible rows{visible.from + row, visible.upto + row};
+    const int64_t begin = rows.from[0], end = rows.upto[kM - 1];
     // All rows of the tile see [whole_begin, whole_end).
     const int64_t begin_word = begin / kElements;
     const int64_t end_word = larger_of((end + kElements - 1) / kElements, begin_word);
-    const int64_t whole_begin = smaller_of((larger_of(rows.from + kM - 1, 0) + kElements - 1) / kElements, end_word);
-    const int64_t whole_end = larger_of(larger_of(smaller_of(rows.upto, rows.limit), 0) / kElements, whole_begin);
+    const int64_t whole_begin = smaller_of((rows.from[kM - 1] + kElements - 1) / kElements, end_word);
+    const int64_t whole_end = larger_of(rows.upto[0] / kElements, whole_begin);
     const float* a = left.data + row * (kForm == LeftForm::kInnerColumns ? kPanelWords : 1);
     Floats sum[kM][kN] = {};
     if (begin_word < whole_begin)

@@ -194,23 +194,20 @@ struct LaneVisibility {
   Ints upto;  // the one past the last key that it sees
 };
 
-DISTCA_INLINE int32_t clamped(int64_t x) {
-  constexpr int64_t kFar = 1 << 30;
-  return static_cast<int32_t>(x < -kFar ? -kFar : x > kFar ? kFar : x);
+DISTCA_INLINE Ints load_ints(const int32_t* p) {
+  Ints x;
+  __builtin_memcpy(&x, p, sizeof(x));
+  return x;
 }
 
 DISTCA_INLINE LaneVisibility lane_visibility(Visible visible, int64_t first_lane) {
-  const Ints lanes = lane_numbers();
-  const Ints from = lanes + clamped(visible.from + first_lane), upto = lanes + clamped(visible.upto + first_lane);
-  const Ints limit = Ints{} + clamped(visible.limit);
-  return {from > 0 ? from : Ints{}, upto < limit ? upto : limit};
+  return {load_ints(visible.from + first_lane), load_ints(visible.upto + first_lane)};
 }
 DISTCA_INLINE Ints sees(const LaneVisibility& lane, int32_t key) { return (lane.from <= key) & (lane.upto > key); }
 
 /// Whether some row of the tile does not see some key of it.
 DISTCA_INLINE bool is_edge(const ScoreTile& tile) {
-  return tile.visible.from + tile.lanes - 1 > tile.begin || tile.visible.upto < tile.end ||
-         tile.visible.limit < tile.end;
+  return tile.visible.from[tile.lanes - 1] > tile.begin || tile.visible.upto[0] < tile.end;
 }
 
 // ---- operands

@@ -108,9 +108,9 @@ DISTCA_INLINE bool all_finite(const float* p, int64_t rows, int64_t words, int64
 }
 
 /// The words of pairs `first` on, with zero for each element outside [from, upto).
-DISTCA_INLINE Words seen_pairs(int64_t first, int64_t from, int64_t upto) {
-  const Ints low = 2 * (lane_numbers() + clamped(first)), high = low + 1;
-  const Ints begin = Ints{} + clamped(from), end = Ints{} + clamped(upto);
+DISTCA_INLINE Words seen_pairs(int64_t first, int32_t from, int32_t upto) {
+  const Ints low = 2 * (lane_numbers() + static_cast<int32_t>(first)), high = low + 1;
+  const Ints begin = Ints{} + from, end = Ints{} + upto;
   return ((Words)((low >= begin) & (low < end)) & 0xffffu) | ((Words)((high >= begin) & (high < end)) & 0xffff0000u);
 }
 

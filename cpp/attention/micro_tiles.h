@@ -124,7 +124,7 @@ void add_seen_values(const ValueSums& v, int64_t column) {
   float* const sums = v.sums + column * kTileRows;
   for (int64_t lane = 0; lane < v.rows; ++lane) {
     const Visible& visible = v.tile.visible;
-    const int64_t from = visible.from + lane, upto = smaller_of(visible.upto + lane, visible.limit);
+    const int32_t from = visible.from[lane], upto = visible.upto[lane];
     begin_block<kM, kN>(v, sums);
     for (int64_t key = v.tile.begin; key < v.tile.end; key += kTileElements) {
       const float* values = value_tile(v.values, v.columns, key, column);
@@ -166,8 +166,8 @@ DISTCA_INLINE bool unseen_values_are_finite(const ValueSums& v) {
                                       (end - begin) / kTileElements * v.columns * kTileWords, 0);
   };
   // All rows see the keys between these two ranges.
-  return are_finite(v.tile.begin, smaller_of(visible.from + v.rows - 1, v.tile.end)) &&
-         are_finite(larger_of(smaller_of(visible.upto, visible.limit), v.tile.begin), v.tile.end);
+  return are_finite(v.tile.begin, smaller_of(visible.from[v.rows - 1], v.tile.end)) &&
+         are_finite(larger_of(visible.upto[0], v.tile.begin), v.tile.end);
 }
 
 void add_values_on_tiles(const ScoreTile& tile, int64_t rows, int64_t columns, const float* weights, Panels values,
@@ -235,15 +235,16 @@ struct KeyRowBlock {
 
 /// Whether softmax_gradient has written the block's weights, because some key of it is seen by some row of it.
 DISTCA_INLINE bool is_touched(int64_t m, Visible visible, const KeyRowBlock& at) {
-  const int64_t end_row = smaller_of(at.row + kBlock, visible.limit);
-  const int64_t first_key = larger_of(1 - visible.upto + at.row, 0), end_key = smaller_of(end_row - visible.from, m);
-  return first_key < end_key && at.key < end_key && at.key + kBlock > first_key;
+  for (int64_t key = at.key; key < smaller_of(at.key + kBlock, m); ++key)
+    if (visible.upto[key] > at.row)  // later keys are seen from later rows on
+      return visible.from[key] < smaller_of(at.row + kBlock, visible.upto[key]);
+  return false;
 }
 
 /// Whether some key of the block is not seen by some row of it.
 DISTCA_INLINE bool is_edge_block(int64_t m, Visible visible, const KeyRowBlock& at) {
   const int64_t last_key = smaller_of(at.key + kBlock, m) - 1;
-  return visible.from + last_key > at.row || visible.upto + at.key < at.row + kBlock || visible.limit < at.row + kBlock;
+  return visible.from[last_key] > at.row || visible.upto[at.key] < at.row + kBlock;
 }
 
 template <int kN>
@@ -256,7 +257,7 @@ template <int kN>
 void add_seen_rows(int64_t m, Visible visible, const KeyRowBlock& at, const float* left, const float* right, float* c) {
   alignas(64) float block[kBlock * kPanelWords], seen[kTileWords * kPanelWords];
   for (int64_t i = 0; i < smaller_of(kBlock, m - at.key); ++i) {
-    const int64_t from = visible.from + at.key + i, upto = smaller_of(visible.upto + at.key + i, visible.limit);
+    const int64_t from = visible.from[at.key + i], upto = visible.upto[at.key + i];
     for (int64_t p = 0; p < kTileWords; ++p) {
       const int64_t row = at.row + 2 * p;
       const uint32_t mask =
@@ -277,7 +278,7 @@ DISTCA_INLINE void add_rows(int64_t m, Visible visible, Panels left, const float
   for (int64_t key = 0; key < m; key += kBlock) {
     float* const sums = c + key * kPanelWords;
     load_block<2, kN>(sums);
-    for (int64_t row = 0; row < visible.limit; row += kBlock) {
+    for (int64_t row = 0; row < visible.upto[m - 1]; row += kBlock) {
       const KeyRowBlock at{key, row};
       if (!is_touched(m, visible, at)) continue;
       const float* const a = left.data + key * kPanelWords + row / 2;

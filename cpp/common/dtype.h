@@ -30,25 +30,6 @@ struct HeadShape {
   bool operator==(const HeadShape&) const = default;
 };
 
-enum class MaskKind : int64_t { kCausal = 0, kFull = 1 };
-inline constexpr int64_t kNumMaskKinds = 2;
-
-/// The keys that row i of a document of `length` rows may see. Causal: [0, i]. Causal with a window W: (i - W, i].
-/// Full: [0, length).
-struct Mask {
-  MaskKind kind = MaskKind::kCausal;
-  int64_t window = 0;  // 0: none; causal only
-
-  bool operator==(const Mask&) const = default;
-
-  /// Whether there is such a mask.
-  constexpr bool is_possible() const { return window >= 0 && (window == 0 || kind == MaskKind::kCausal); }
-  constexpr int64_t first_key(int64_t row) const {
-    return kind == MaskKind::kFull || window == 0 || row < window ? 0 : row - window + 1;
-  }
-  constexpr int64_t end_key(int64_t row, int64_t length) const { return kind == MaskKind::kFull ? length : row + 1; }
-};
-
 /// The most different masks, windows, scales and softcaps of a problem, and of a plan. The CUDA kernels have all of
 /// them in their parameters.
 inline constexpr int64_t kMostScores = 32;

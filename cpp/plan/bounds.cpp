@@ -23,8 +23,8 @@ using Wide = __int128;
 ///     bytes >= sum B(C) >= x excess - sum (x C - B(C)) >= x excess - sum max_C (x C - B(C)).
 /// That maximum is known. Rows that cost more than t = query_row / x are worth their bytes. If any row is worth them,
 /// all such rows are, because under the causal mask the next higher row costs more at the same bytes. Every t gives a
-/// valid bound, and halving finds the best one. The proof needs costs that add up; it does not hold for cost models
-/// with rates.
+/// valid bound, and halving finds the best one. The proof needs costs that add up, and rows that cost no less than those
+/// before them; it does not hold for cost models with rates, nor for rows that see each other besides a window.
 class BorderBound {
  public:
   BorderBound(const Layout& layout, const PlanOptions& options)
@@ -82,7 +82,19 @@ class BorderBound {
   /// The first row that costs at least `worth`. There is one, because the last row does; no row costs less than the one
   /// before it.
   int64_t first_row(const Placement& p, int64_t worth) const {
-    if (document_of(p).mask.kind == MaskKind::kFull || worth <= cost_.per_row) return p.begin;
+    const Document document = document_of(p);
+    if (document.mask.mask.kind == MaskKind::kFull || worth <= cost_.per_row) return p.begin;
+    if (!document.mask.bidirectional.empty()) {
+      int64_t low = p.begin, high = p.end - 1;
+      while (low < high) {
+        const int64_t mid = low + (high - low) / 2;
+        if (cost_.cost(document, mid, mid + 1) >= worth)
+          high = mid;
+        else
+          low = mid + 1;
+      }
+      return low;
+    }
     return std::max(p.begin,
                     (worth - cost_.per_row + cost_.per_pair - 1) / cost_.per_pair - 1);  // row i sees i + 1 keys
   }
@@ -90,7 +102,7 @@ class BorderBound {
   /// Adds the document's best C to `moved`, and t / x times what it brings to `gain`.
   void add(const Held& d, int64_t t, Wide& moved, Wide& gain) const {
     // Under a window every row pays for a key.
-    const bool key_of_each_row = document_of(d.placements.front()).mask.window > 0;
+    const bool key_of_each_row = document_of(d.placements.front()).mask.mask.window > 0;
     const int64_t worth = key_of_each_row ? ceil_div(t * (query_row_ + key_row_), query_row_) : t;
     if (d.top_cost < worth) return;
     int64_t cost = 0, num_rows = 0, num_held = 0;
@@ -115,6 +127,15 @@ class BorderBound {
   int64_t query_row_, key_row_;
   std::vector<Held> documents_;
 };
+
+/// Whether rows see each other besides a window: after them, rows see fewer keys again.
+bool rows_may_cost_less_than_earlier_ones(const Layout& layout, const PlanOptions& options) {
+  for (int64_t i = 0; layout.has_bidirectional() && i < layout.num_documents(); ++i) {
+    const Document document = options.document(layout, i);
+    if (document.mask.mask.window > 0 && !document.mask.bidirectional.empty()) return true;
+  }
+  return false;
+}
 
 /// A lower bound of the bytes that leave sets of `size` consecutive ranks: what such a set holds above the limits of
 /// its ranks must be computed elsewhere.
@@ -147,8 +168,10 @@ int64_t load_lower_bound(const Layout& layout, const PlanOptions& options) {
     const Document document = options.document(layout, p.document);
     pairs += visible_pairs(document, p.begin, p.end);
     rows += p.end - p.begin;
-    const int64_t of_row = visible_pairs(document, p.end - 1, p.end);
-    costliest = std::max(costliest, of_row);
+    costliest = std::max(costliest, visible_pairs(document, p.end - 1, p.end));
+    if (document.mask.mask.window == 0) continue;
+    for (const BidirectionalRows& rows : layout.bidirectional(p.document))  // the first of them sees the most keys
+      costliest = std::max(costliest, visible_pairs(document, rows.begin, rows.begin + 1));
   }
   costliest = costliest > 0 ? options.cost.least_cost(costliest, 1) : 0;
   const int64_t total = groups.num_groups * options.cost.least_cost(pairs, rows);
@@ -164,7 +187,7 @@ int64_t load_lower_bound(const Layout& layout, const PlanOptions& options) {
 }
 
 ByteBounds byte_lower_bounds(const Layout& layout, const PlanOptions& options) {
-  if (!options.cost.is_additive()) return {};
+  if (!options.cost.is_additive() || rows_may_cost_less_than_earlier_ones(layout, options)) return {};
   const std::vector<int64_t> load = loads_at_home(layout, options), speeds = server_speeds(layout, options);
   const int64_t total = std::accumulate(load.begin(), load.end(), int64_t{0});
   const std::vector<int64_t> limits = load_limits(total, speeds, options.tolerance_ppm);

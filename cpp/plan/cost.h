@@ -7,6 +7,7 @@
 
 #include "common/dtype.h"
 #include "common/error.h"
+#include "common/mask.h"
 
 namespace distca::plan {
 
@@ -19,7 +20,7 @@ constexpr int64_t causal_pairs(int64_t q_begin, int64_t q_end) {
 /// A document, as far as costs depend on it.
 struct Document {
   int64_t length = 0;
-  Mask mask;
+  DocumentMask mask;
 
   /// Number of keys that query rows [q_begin, q_end) see.
   constexpr int64_t num_keys(int64_t q_begin, int64_t q_end) const {
@@ -27,15 +28,36 @@ struct Document {
   }
 };
 
-/// Number of visible (row, key) pairs of query rows [q_begin, q_end).
-constexpr int64_t visible_pairs(const Document& document, int64_t q_begin, int64_t q_end) {
-  const Mask& mask = document.mask;
+/// Number of (row, key) pairs of query rows [q_begin, q_end) that are visible because rows see each other besides.
+constexpr int64_t bidirectional_pairs(const DocumentMask& mask, int64_t q_begin, int64_t q_end) {
+  if (mask.bidirectional.empty() || mask.mask.kind == MaskKind::kFull) return 0;
+  const auto sum_below = [](int64_t n) { return n <= 0 ? 0 : n % 2 == 0 ? n / 2 * (n - 1) : (n - 1) / 2 * n; };
+  const int64_t window = mask.mask.window;
+  const BidirectionalRows* const last = mask.bidirectional.data() + mask.bidirectional.size();
+  int64_t pairs = 0;
+  for (const BidirectionalRows* b = mask.ending_after(q_begin); b != last && b->begin < q_end; ++b) {
+    const int64_t from = q_begin > b->begin ? q_begin : b->begin, upto = q_end < b->end ? q_end : b->end;
+    pairs += sum_below(b->end - from) - sum_below(b->end - upto);  // row i sees b->end - 1 - i keys after itself
+    // From row b->begin + window on, keys lie between the first one and the window.
+    if (window > 0) pairs += sum_below(upto - b->begin - window + 1) - sum_below(from - b->begin - window + 1);
+  }
+  return pairs;
+}
+
+/// Number of (row, key) pairs of query rows [q_begin, q_end) that the mask itself makes visible.
+constexpr int64_t masked_pairs(const Document& document, int64_t q_begin, int64_t q_end) {
+  const Mask& mask = document.mask.mask;
   if (mask.kind == MaskKind::kFull) return (q_end - q_begin) * document.length;
   if (mask.window == 0) return causal_pairs(q_begin, q_end);
   const int64_t growing_end = q_end < mask.window ? q_end : mask.window;  // rows before it see all keys from 0 on
   const int64_t steady_begin = q_begin > mask.window ? q_begin : mask.window;
   return (q_begin < growing_end ? causal_pairs(q_begin, growing_end) : 0) +
          (steady_begin < q_end ? (q_end - steady_begin) * mask.window : 0);
+}
+
+/// Number of visible (row, key) pairs of query rows [q_begin, q_end).
+constexpr int64_t visible_pairs(const Document& document, int64_t q_begin, int64_t q_end) {
+  return masked_pairs(document, q_begin, q_end) + bidirectional_pairs(document.mask, q_begin, q_end);
 }
 
 /// How the time of a visible pair depends on the size of its task, in units of kRateUnit. Entry (i, j) is for 2^i query

@@ -137,6 +137,43 @@ std::span<const Placement> Layout::placements(int64_t document) const {
   return std::span(placements_).subspan(first, first_placement_[static_cast<size_t>(document) + 1] - first);
 }
 
+std::span<const BidirectionalRows> Layout::bidirectional(int64_t document) const {
+  if (bidirectional_.empty()) return {};
+  const size_t first = first_bidirectional_[static_cast<size_t>(document)];
+  return std::span(bidirectional_).subspan(first, first_bidirectional_[static_cast<size_t>(document) + 1] - first);
+}
+
+Layout Layout::with_bidirectional(
+    const std::vector<std::pair<int64_t, BidirectionalRows>>& rows_of_documents) const {
+  Layout made = *this;
+  made.bidirectional_.clear();
+  made.first_bidirectional_.clear();
+  if (rows_of_documents.empty()) return made;
+  auto sorted = rows_of_documents;
+  std::sort(sorted.begin(), sorted.end(), [](const auto& a, const auto& b) {
+    return a.first != b.first ? a.first < b.first : a.second.begin < b.second.begin;
+  });
+  made.first_bidirectional_.assign(static_cast<size_t>(num_documents()) + 1, 0);
+  int64_t last_document = -1, last_end = 0;
+  for (const auto& [document, rows] : sorted) {
+    require(document >= 0 && document < num_documents(), "layout: bidirectional rows [", rows.begin, ", ", rows.end,
+            ") of document ", document, "; 0 to ", num_documents() - 1, " are allowed");
+    const int64_t length = document_lengths_[static_cast<size_t>(document)];
+    require(0 <= rows.begin && rows.begin < rows.end && rows.end <= length, "layout: document ", document,
+            ": bidirectional rows [", rows.begin, ", ", rows.end, "); 0 <= begin < end <= ", length, " (its length)");
+    require(document != last_document || rows.begin >= last_end, "layout: document ", document,
+            ": bidirectional rows [", rows.begin, ", ", rows.end, ") begin before the ones before them end, at row ",
+            last_end);
+    last_document = document;
+    last_end = rows.end;
+    made.bidirectional_.push_back(rows);
+    ++made.first_bidirectional_[static_cast<size_t>(document) + 1];
+  }
+  std::partial_sum(made.first_bidirectional_.begin(), made.first_bidirectional_.end(),
+                   made.first_bidirectional_.begin());
+  return made;
+}
+
 Layout Layout::from_documents(const std::vector<std::vector<int64_t>>& lengths) {
   std::vector<std::vector<Segment>> ranks(lengths.size());
   int64_t document = 0;
@@ -254,6 +291,7 @@ Layout Layout::join(const std::vector<Part>& parts, int64_t num_ranks) {
   require(num_ranks >= 1 && num_ranks <= kMaxRanks, "layout: ", num_ranks, " ranks; 1 to ", kMaxRanks, " are allowed");
   std::vector<std::vector<Segment>> ranks(static_cast<size_t>(num_ranks));
   std::vector<char> taken(ranks.size(), 0);
+  std::vector<std::pair<int64_t, BidirectionalRows>> bidirectional;
   int64_t num_documents = 0;
   for (const Part& part : parts) {
     require(std::ssize(part.ranks) == part.layout->num_ranks(), "layout: a part of ", part.layout->num_ranks(),
@@ -268,9 +306,12 @@ Layout Layout::join(const std::vector<Part>& parts, int64_t num_ranks) {
       for (Segment& s : segments)
         if (s.document != kPadding) s.document += num_documents;
     }
+    for (int64_t document = 0; document < part.layout->num_documents(); ++document)
+      for (const BidirectionalRows& rows : part.layout->bidirectional(document))
+        bidirectional.emplace_back(num_documents + document, rows);
     num_documents += part.layout->num_documents();
   }
-  return Layout(std::move(ranks));
+  return Layout(std::move(ranks)).with_bidirectional(bidirectional);
 }
 
 }  // namespace distca::plan

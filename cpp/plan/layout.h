@@ -5,9 +5,11 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "common/error.h"
+#include "common/mask.h"
 
 namespace distca::plan {
 
@@ -64,6 +66,10 @@ class DISTCA_EXPORT Layout {
   /// Several layouts on different ranks. Documents are numbered on from part to part.
   static Layout join(const std::vector<Part>& parts, int64_t num_ranks);
 
+  /// The same rows, where these rows of documents see each other besides. Each document's are disjoint; they may come
+  /// in any order.
+  Layout with_bidirectional(const std::vector<std::pair<int64_t, BidirectionalRows>>& rows_of_documents) const;
+
   int64_t num_ranks() const { return static_cast<int64_t>(ranks_.size()); }
   int64_t num_documents() const { return static_cast<int64_t>(document_lengths_.size()); }
   int64_t num_rows(int64_t rank) const { return num_rows_[static_cast<size_t>(rank)]; }
@@ -73,6 +79,10 @@ class DISTCA_EXPORT Layout {
   std::span<const Placement> placements() const { return placements_; }
   /// All segments of one document, in ascending order.
   std::span<const Placement> placements(int64_t document) const;
+  /// The rows of a document that see each other besides what its mask lets them see, in ascending order.
+  std::span<const BidirectionalRows> bidirectional(int64_t document) const;
+  /// Whether any document has such rows.
+  bool has_bidirectional() const { return !bidirectional_.empty(); }
 
  private:
   std::vector<std::vector<Segment>> ranks_;
@@ -80,6 +90,8 @@ class DISTCA_EXPORT Layout {
   std::vector<int64_t> document_lengths_;
   std::vector<Placement> placements_;
   std::vector<size_t> first_placement_;  // first index of each document, then the number of all
+  std::vector<BidirectionalRows> bidirectional_;
+  std::vector<size_t> first_bidirectional_;  // the same; empty if no document has any
 };
 
 }  // namespace distca::plan

@@ -58,7 +58,7 @@ struct PlanOptions {
   /// The document of that number, as costs see it.
   Document document(const Layout& layout, int64_t number) const {
     return {layout.document_lengths()[static_cast<size_t>(number)],
-            scores[static_cast<size_t>(scores_of(number))].mask()};
+            {scores[static_cast<size_t>(scores_of(number))].mask(), layout.bidirectional(number)}};
   }
   /// Whether contributions to key gradients are rounded to the dtype of the heads before they travel.
   bool reduces_narrow() const { return reduce_dtype != DType::kFloat32; }

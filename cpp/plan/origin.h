@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "common/dtype.h"
+#include "common/mask.h"
 #include "plan/tables.h"
 
 namespace distca::plan {

@@ -13,14 +13,20 @@
 namespace distca::plan {
 namespace {
 
+template <class Row>
+std::span<const int64_t> words_of(std::span<const Row> rows) {
+  return {reinterpret_cast<const int64_t*>(rows.data()), rows.size() * (sizeof(Row) / 8)};
+}
 template <class Row, class Allocator>
 std::span<const int64_t> words_of(const std::vector<Row, Allocator>& rows) {
-  return {reinterpret_cast<const int64_t*>(rows.data()), rows.size() * (sizeof(Row) / 8)};
+  return words_of(std::span<const Row>(rows));
 }
 
 uint64_t layout_digest(const Layout& layout) {
   ListDigest d;
   for (const std::vector<Segment>& segments : layout.ranks()) d.add(words_of(segments));
+  for (int64_t document = 0; layout.has_bidirectional() && document < layout.num_documents(); ++document)
+    d.add(words_of(layout.bidirectional(document)));
   return d.value();
 }
 
@@ -52,10 +58,10 @@ PlanArguments arguments_of(const Layout& layout, const PlanOptions& o, std::span
 
 /// The words of all tables but that of the ranks' digests.
 TableWords words_of(const SliceTables& t) {
-  return {std::span<const int64_t>(), words_of(t.scores),      words_of(t.groups),      words_of(t.tasks),
-          words_of(t.blocks),         words_of(t.grads),       words_of(t.segments),    words_of(t.sends[0]),
-          words_of(t.sends[1]),       words_of(t.receives[0]), words_of(t.receives[1]), words_of(t.waits[0]),
-          words_of(t.waits[1])};
+  return {std::span<const int64_t>(), words_of(t.scores),   words_of(t.bidirectional), words_of(t.groups),
+          words_of(t.tasks),          words_of(t.blocks),   words_of(t.grads),         words_of(t.segments),
+          words_of(t.sends[0]),       words_of(t.sends[1]), words_of(t.receives[0]),   words_of(t.receives[1]),
+          words_of(t.waits[0]),       words_of(t.waits[1])};
 }
 
 /// The header words that all slices share, except the digest of the plan.

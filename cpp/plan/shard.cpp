@@ -48,7 +48,7 @@ ShardFinder::ShardFinder(const PlanOptions& options) : cost_(options.cost), pric
 
 int64_t ShardFinder::tail_begin(const Document& d, int64_t begin, int64_t end, int64_t budget) const {
   int64_t low = begin, high = end;  // the answer lies in [low, high]
-  if (d.mask.kind == MaskKind::kCausal && d.mask.window == 0 && cost_.per_pair > 0) {
+  if (d.mask.mask == Mask{} && cost_.per_pair > 0) {
     // per_pair (end^2 - a^2) / 2 + (per_row + per_pair / 2) (end - a) = budget
     const double s = static_cast<double>(cost_.per_row) / static_cast<double>(cost_.per_pair) + 0.5;
     const double e = static_cast<double>(end) + s;
@@ -79,7 +79,7 @@ int64_t ShardFinder::tail_begin(const Document& d, int64_t begin, int64_t end, i
 }
 
 int64_t ShardFinder::best_tail(const Document& d, int64_t begin, int64_t end) const {
-  if (!grows(d.mask, end - 1)) return begin;
+  if (!grows(d.mask.mask, end - 1)) return begin;
   // Rows [a, b) see b keys. Let f = (b - a) / b, and let r be the price of a key row over that of a query row. Then
   // cost over bytes is (f - f^2 / 2) / (f + r), which is largest where f^2 + 2 r f = 2 r.
   return std::max(begin, end - std::max<int64_t>(1, end * tail_fraction_ >> kFractionBits));
@@ -96,7 +96,7 @@ Shard ShardFinder::of_heads(const Document& d, int64_t begin, int64_t end, int64
   int64_t a = begin, b = end;
   if (cost(d, begin, end) > of_one) {
     if (end - begin < 2 * min_rows) return {};
-    if (grows(d.mask, end - 1) && cost_.per_pair > 0) {
+    if (grows(d.mask.mask, end - 1) && cost_.per_pair > 0) {
       // Of all rows [a, b) of a given cost, those with b = (1 + r) a are the cheapest. Where that b lies below `end`,
       // neither the last rows nor the first ones are the cheapest.
       const int64_t k = prices_.key_row, q = prices_.query_row;
@@ -129,7 +129,8 @@ int64_t ShardFinder::last_affordable(const Document& d, int64_t begin, int64_t e
   }
   // What remains on either side must be long enough, or nothing.
   if (low > end - 2 * num_rows && low < end - num_rows) low = end - 2 * num_rows;
-  return low < begin + num_rows ? begin : low;
+  // Rows that see each other besides may cost more than later ones.
+  return low < begin + num_rows || !affordable(low) ? begin : low;
 }
 
 Shard ShardFinder::best(const Document& d, int64_t begin, int64_t end, int64_t num_heads, int64_t budget,

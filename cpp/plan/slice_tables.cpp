@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <tuple>
+#include <unordered_map>
 
 #include "common/align.h"
 
@@ -26,6 +27,7 @@ class Filler {
   void run() {
     clear();
     t_.scores.assign(options_.scores.begin(), options_.scores.end());
+    add_bidirectional();
     add_whole_documents();
     for (uint32_t g : a_.groups_of_server[rank_]) add_group(a_.groups[g]);
     int64_t row = 0;
@@ -42,6 +44,7 @@ class Filler {
 
  private:
   void clear() {
+    t_.bidirectional.clear();
     t_.groups.clear();
     t_.tasks.clear();
     t_.blocks.clear();
@@ -64,10 +67,24 @@ class Filler {
 
   // ---- what this rank computes ----
 
+  /// Adds the bidirectional rows of each document of which this rank computes a task.
+  void add_bidirectional() {
+    first_bidirectional_.clear();
+    if (!layout_.has_bidirectional()) return;
+    for (auto t = first_task(); t != tasks_.end() && t->server == rank_; ++t) {
+      const auto rows = layout_.bidirectional(t->document);
+      if (rows.empty() || !first_bidirectional_.emplace(t->document, std::ssize(t_.bidirectional)).second) continue;
+      t_.bidirectional.insert(t_.bidirectional.end(), rows.begin(), rows.end());
+    }
+  }
+
+  std::span<const Task>::iterator first_task() const {
+    return std::lower_bound(tasks_.begin(), tasks_.end(), rank_,
+                            [](const Task& t, int64_t rank) { return t.server < rank; });
+  }
+
   void add_whole_documents() {
-    const auto first = std::lower_bound(tasks_.begin(), tasks_.end(), rank_,
-                                        [](const Task& t, int64_t rank) { return t.server < rank; });
-    for (auto t = first; t != tasks_.end() && t->server == rank_; ++t) {
+    for (auto t = first_task(); t != tasks_.end() && t->server == rank_; ++t) {
       if (!is_whole_at_home(layout_, heads_, *t)) continue;
       Group g;
       g.server = rank_;
@@ -88,6 +105,9 @@ class Filler {
     GroupRow& row = t_.groups.emplace_back();
     row.document = g.document;
     row.scores = options_.scores_of(g.document);
+    const auto found = first_bidirectional_.find(g.document);
+    row.bidirectional_begin = found == first_bidirectional_.end() ? 0 : found->second;
+    row.bidirectional_end = row.bidirectional_begin + std::ssize(layout_.bidirectional(g.document));
     row.kv_head_begin = g.kv_head_begin;
     row.kv_head_end = g.kv_head_end;
     row.kv_begin = g.kv_begin;
@@ -310,6 +330,7 @@ class Filler {
   const bool with_blocks_;
   int64_t num_blocks_ = 0;
   size_t next_remote_ = 0;
+  std::unordered_map<int64_t, int64_t> first_bidirectional_;  // of each document that has any: where its own begin
   SliceTables& t_;
 };
 

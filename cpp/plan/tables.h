@@ -29,11 +29,12 @@
 
 #include "common/digest.h"
 #include "common/dtype.h"
+#include "common/mask.h"
 
 namespace distca::plan {
 
 inline constexpr int64_t kMagic = 0x64697374636131;  // "distca1"
-inline constexpr int64_t kFormatVersion = 7;
+inline constexpr int64_t kFormatVersion = 8;
 /// Every extent of an arena starts at a multiple of this many bytes.
 inline constexpr int64_t kExtentAlignment = 64;
 /// A label has at most as many bytes.
@@ -90,6 +91,7 @@ struct ScoresRow {
 struct GroupRow {
   int64_t document;
   int64_t scores;  // index into the table of scores
+  int64_t bidirectional_begin, bidirectional_end;  // the document's, in the table of bidirectional rows
   int64_t kv_head_begin, kv_head_end;
   int64_t kv_begin, kv_end;
   int64_t first_block, num_blocks, block_begin;  // block_begin: index into the block table
@@ -179,6 +181,7 @@ struct TableSpan {
 enum TableId : size_t {
   kRankDigests,  // tables_digest of each rank's tables
   kScores,
+  kBidirectional,
   kGroups,
   kTasks,
   kBlocks,
@@ -298,6 +301,7 @@ constexpr TensorKind kind_of_sum(TensorKind kind) {
 /// The number of words of one row, for each table.
 inline constexpr std::array<int64_t, kNumTables> kRowWords = {1,
                                                               sizeof(ScoresRow) / 8,
+                                                              sizeof(BidirectionalRows) / 8,
                                                               sizeof(GroupRow) / 8,
                                                               sizeof(TaskRow) / 8,
                                                               1,
@@ -321,7 +325,13 @@ class SliceView {
     return {h.q_heads, h.kv_heads, h.dim, h.v_dim, static_cast<DType>(h.dtype)};
   }
   std::span<const int64_t> rank_digests() const { return table<int64_t>(kRankDigests); }
+  std::span<const BidirectionalRows> bidirectional() const { return table<BidirectionalRows>(kBidirectional); }
   std::span<const ScoresRow> scores() const { return table<ScoresRow>(kScores); }
+  std::span<const BidirectionalRows> bidirectional_of(const GroupRow& g) const {
+    return bidirectional().subspan(static_cast<size_t>(g.bidirectional_begin),
+                                   static_cast<size_t>(g.bidirectional_end - g.bidirectional_begin));
+  }
+  DocumentMask mask_of(const GroupRow& g) const { return {scores_of(g).mask(), bidirectional_of(g)}; }
   const ScoresRow& scores_of(const GroupRow& g) const { return scores()[static_cast<size_t>(g.scores)]; }
   const ScoresRow& scores_of(const SegmentRow& s) const { return scores()[static_cast<size_t>(s.scores)]; }
   std::span<const GroupRow> groups() const { return table<GroupRow>(kGroups); }

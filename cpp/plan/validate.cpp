@@ -1,7 +1,10 @@
 #include "plan/validate.h"
 
 #include <algorithm>
+#include <map>
+#include <set>
 #include <tuple>
+#include <utility>
 
 #include "plan/consistency.h"
 #include "plan/origin.h"
@@ -23,6 +26,7 @@ class Validator {
     check_header();
     check_tables();
     check_scores();
+    check_bidirectional();
     for (const SegmentRow& s : view_.segments())
       check_plan(s.document >= -1 && s.begin >= 0 && s.begin < s.end && s.end <= kMaxRows, "segment of document ",
                  s.document, ": rows [", s.begin, ", ", s.end, ")");
@@ -78,6 +82,34 @@ class Validator {
   }
   void check_index(int64_t scores) const {
     check_plan(scores >= 0 && scores < count(view_.scores()), "scores ", scores, " of ", view_.scores().size());
+  }
+
+  /// Checks that rows that see each other are possible, and that each belongs to the groups of one document.
+  void check_bidirectional() const {
+    std::map<int64_t, std::pair<int64_t, int64_t>> of_documents;
+    for (const GroupRow& g : view_.groups()) {
+      const std::pair found(g.bidirectional_begin, g.bidirectional_end);
+      check_plan(inside(found.first, found.second - found.first, count(view_.bidirectional())) &&
+                     of_documents.emplace(g.document, found).first->second == found,
+                 "bidirectional rows ", found.first, " to ", found.second, " of document ", g.document);
+    }
+    std::set<std::pair<int64_t, int64_t>> ranges;
+    for (const auto& [document, range] : of_documents) {
+      check_plan(range.first < range.second ? ranges.insert(range).second : range.first == 0,
+                 "bidirectional rows ", range.first, " to ", range.second, " of document ", document);
+    }
+    int64_t next = 0;
+    for (const auto& [begin, end] : ranges) {
+      check_plan(begin == next, "bidirectional rows ", next, " to ", begin, " of no document");
+      int64_t last = 0;
+      for (; next < end; ++next) {
+        const BidirectionalRows& rows = view_.bidirectional()[static_cast<size_t>(next)];
+        check_plan(last <= rows.begin && rows.begin < rows.end && rows.end <= kMaxRows, "bidirectional rows [",
+                   rows.begin, ", ", rows.end, ") after row ", last);
+        last = rows.end;
+      }
+    }
+    check_plan(next == count(view_.bidirectional()), "bidirectional rows from ", next, " on of no document");
   }
 
   /// Checks that tables follow one another without gaps.
@@ -226,10 +258,10 @@ class Validator {
     for (const TaskRow& t : view_.tasks()) {
       check_plan(t.group >= 0 && t.group < count(view_.groups()), "task ", index, ": group ", t.group);
       const GroupRow& g = view_.groups()[static_cast<size_t>(t.group)];
-      const Mask mask = view_.scores_of(g).mask();
+      const DocumentMask mask = view_.mask_of(g);
       check_plan(index >= g.task_begin && index < g.task_end, "task ", index, " is not in its group");
       check_plan(t.q_begin >= 0 && t.q_end > t.q_begin && t.q_end <= g.kv_end && t.kv_begin >= g.kv_begin &&
-                     t.kv_begin == mask.first_key(t.q_begin) && t.kv_end == mask.end_key(t.q_end - 1, g.kv_end),
+                     t.kv_end <= g.kv_end && t.kv_begin == mask.first_key(t.q_begin) && t.kv_end == mask.end_key(t.q_end - 1, g.kv_end),
                  "task ", index, ": rows [", t.q_begin, ", ", t.q_end, ") see keys [", t.kv_begin, ", ", t.kv_end, ")");
       check_plan(index == g.task_begin || view_.tasks()[static_cast<size_t>(index) - 1].q_end <= t.q_begin, "task ",
                  index, " overlaps the one before");

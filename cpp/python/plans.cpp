@@ -23,6 +23,19 @@ std::shared_ptr<plan::Layout> layout_from_tuples(const std::vector<std::vector<S
   return std::make_shared<plan::Layout>(std::move(segments));
 }
 
+std::shared_ptr<plan::Layout> with_bidirectional(const plan::Layout& layout, const std::vector<SegmentTuple>& rows) {
+  std::vector<std::pair<int64_t, BidirectionalRows>> given;
+  for (const auto& [document, begin, end] : rows) given.push_back({document, {begin, end}});
+  return std::make_shared<plan::Layout>(layout.with_bidirectional(given));
+}
+
+std::vector<SegmentTuple> bidirectional_of(const plan::Layout& layout) {
+  std::vector<SegmentTuple> rows;
+  for (int64_t document = 0; layout.has_bidirectional() && document < layout.num_documents(); ++document)
+    for (const BidirectionalRows& one : layout.bidirectional(document)) rows.emplace_back(document, one.begin, one.end);
+  return rows;
+}
+
 std::shared_ptr<plan::Plan> make_plan(std::shared_ptr<plan::Layout> layout, const plan::PlanOptions& options,
                                       const std::optional<std::vector<TaskTuple>>& tasks) {
   const py::gil_scoped_release release;
@@ -127,6 +140,8 @@ void bind_layout(py::module_& m) {
             return std::make_shared<plan::Layout>(plan::Layout::join(of_layout, num_ranks));
           },
           py::arg("parts"), py::arg("num_ranks"))
+      .def("with_bidirectional", &with_bidirectional, py::arg("rows"))
+      .def_property_readonly("bidirectional", &bidirectional_of)
       .def_property_readonly("num_ranks", &plan::Layout::num_ranks)
       .def_property_readonly("document_lengths", &plan::Layout::document_lengths)
       .def(
@@ -161,7 +176,7 @@ void bind_plan(py::module_& m) {
       .def(
           "cost",
           [](const plan::CostModel& cost, int64_t mask_kind, int64_t window, int64_t length, int64_t q_begin,
-             int64_t q_end) { return cost.cost({length, {static_cast<MaskKind>(mask_kind), window}}, q_begin, q_end); },
+             int64_t q_end) { return cost.cost({length, {{static_cast<MaskKind>(mask_kind), window}, {}}}, q_begin, q_end); },
           py::arg("mask_kind"), py::arg("window"), py::arg("length"), py::arg("q_begin"), py::arg("q_end"));
   using plan::PlanOptions;
   py::class_<PlanOptions>(m, "PlanOptions")

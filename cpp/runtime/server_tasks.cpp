@@ -76,6 +76,7 @@ attention::KeyGroup ServerTasks::key_group(const plan::SliceView& slice, const A
   attention::KeyGroup group;
   group.kv_heads = heads.end - heads.begin;
   group.scores = g.scores;
+  group.bidirectional = slice.bidirectional_of(g);
   group.kv_begin = g.kv_begin;
   group.kv_end = g.kv_end;
   group.first_block = g.first_block;

@@ -58,10 +58,10 @@ std::vector<Pack> pack_groups(const Problem& p) {
   std::map<std::pair<int64_t, int64_t>, Pack> packs;
   for (const KeyGroup& g : p.groups) {
     const attention::Scores& scores = p.scores_of(g);
-    const Mask& mask = scores.mask;
+    const DocumentMask mask = p.mask_of(g);
     Pack& pack = packs[{g.kv_heads, g.scores}];
     pack.heads = p.heads.with_kv_heads(g.kv_heads);
-    pack.options = {mask, scores.scale};
+    pack.options = {mask.mask, scores.scale};
     pack.groups.push_back({&g, pack.kv_rows});
     for (int64_t i = g.task_begin; i < g.task_end; ++i) {
       const Task& t = p.tasks[static_cast<size_t>(i)];

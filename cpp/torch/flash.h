@@ -11,6 +11,7 @@
 #include <tuple>
 
 #include "common/dtype.h"
+#include "common/mask.h"
 #include "torch/local_tasks.h"
 
 namespace distca::ops {

@@ -132,12 +132,13 @@ struct BackwardProducer {
 #pragma unroll 1
     for (int row = lane_of_warp(); row < kRows; row += kWarp) write_row(item, task, tokens, row, facts);
     if (lane_of_warp() == 0) {
-      const TileMask& mask = p.scores_of(group).mask;
+      const GroupMask mask = p.mask_of(group);
+      const RowRange of_all = keys_of_all(mask, tokens, group);
       const int index = tile_index(task, item.kv_head, tile);
       facts.dq_sums = p.dq_sums + int64_t{index} * Config::kParts * kPartElements;
       facts.turns = p.turns == nullptr ? nullptr : p.turns + int64_t{index} * Config::kTurnsPerTile;
       facts.blocks_before = item.index - visible_keys(mask, tokens, group).begin / kKeys;
-      facts.masked = all_visible(mask, tokens, group, block, block + kKeys) ? 0 : 1;
+      facts.masked = block >= of_all.begin && block + kKeys <= of_all.end ? 0 : 1;
       facts.scores = group.scores;
     }
     full.arrive();
@@ -156,7 +157,7 @@ struct BackwardProducer {
       if (lse == -kInfinity) lse = kInfinity;
       delta = *reinterpret_cast<const float*>(address(task.delta, token - task.q_begin, head));
       const GroupEntry& group = p.groups[item.group];
-      const TileMask& mask = p.scores_of(group).mask;
+      const GroupMask mask = p.mask_of(group);
       visible = {mask.first_key(token) - block, mask.end_key(token, group.kv_end) - block};
     }
     facts.lse[row] = lse;

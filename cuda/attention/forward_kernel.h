@@ -53,6 +53,7 @@ struct ForwardConfig {
 struct ForwardTile {
   RowRange rows;
   RowRange keys;
+  RowRange keys_of_all;  // those that every row sees
   int begin_block;
   int end_block;
   int scores;  // the group's
@@ -62,8 +63,9 @@ template <class Config>
 DISTCA_INLINE ForwardTile forward_tile(const KernelParams& p, const WorkItem& item) {
   const RowRange rows = tile_tokens(p, p.tasks[item.task], item.index);
   const GroupEntry& group = p.groups[item.group];
-  const RowRange keys = visible_keys(p.scores_of(group).mask, rows, group);
-  return {rows, keys, keys.begin / Config::kKeys, ceil_div(keys.end, Config::kKeys), group.scores};
+  const GroupMask mask = p.mask_of(group);
+  const RowRange keys = visible_keys(mask, rows, group);
+  return {rows, keys, keys_of_all(mask, rows, group), keys.begin / Config::kKeys, ceil_div(keys.end, Config::kKeys), group.scores};
 }
 
 template <class Config>
@@ -160,7 +162,7 @@ struct ForwardConsumer {
     hopper::pin(scores);
     release(s.k_stages.empty[k.stage()]);
     k.advance();
-    softmax(tile, item, tile.begin_block);
+    softmax(tile, tile.begin_block);
     pack_probs();
 
     for (int block = tile.begin_block + 1; block < tile.end_block; ++block) {
@@ -174,7 +176,7 @@ struct ForwardConsumer {
       hopper::pin(scores);
       release(s.k_stages.empty[k.stage()]);
       k.advance();
-      softmax(tile, item, block);
+      softmax(tile, block);
       hopper::wait_groups<0>();
       hopper::pin(out);
       hopper::pin(probs);
@@ -199,7 +201,7 @@ struct ForwardConsumer {
 
   DISTCA_DEVICE void begin_rows(const WorkItem& item, const ForwardTile& tile) {
     const GroupEntry& group = p.groups[item.group];
-    const TileMask& mask = p.scores[tile.scores].mask;
+    const GroupMask mask = p.mask_of(group);
     const int row = first_row();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -242,14 +244,14 @@ struct ForwardConsumer {
 
   /// Turns scores of a block into probabilities relative to the new maximum. `rescale` becomes the factor on older
   /// sums.
-  DISTCA_DEVICE void softmax(const ForwardTile& tile, const WorkItem& item, int block) {
+  DISTCA_DEVICE void softmax(const ForwardTile& tile, int block) {
     const int begin = block * kKeys, first_key = begin + lane_of_warp() % 4 * 2;
     const ScoreMap& map = p.scores[tile.scores].map;
     if (maps_scores(map)) {
 #pragma unroll
       for (int i = 0; i < kKeys / 2; ++i) scores[i] = mapped_score(map, scores[i]);
     }
-    if (!all_visible(p.scores[tile.scores].mask, tile.rows, p.groups[item.group], begin, begin + kKeys)) {
+    if (begin < tile.keys_of_all.begin || begin + kKeys > tile.keys_of_all.end) {
 #pragma unroll
       for (int i = 0; i < kKeys / 2; ++i) {
         const RowRange& see = visible[i / 2 % 2];

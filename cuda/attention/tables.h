@@ -56,6 +56,8 @@ struct GroupEntry {
   int v_maps;
   int run_begin;  // gradients of keys: runs[run_begin, run_end)
   int run_end;
+  int bidirectional_begin;  // rows that see each other: bidirectional[bidirectional_begin, bidirectional_end)
+  int bidirectional_end;
 };
 
 struct TaskEntry {
@@ -100,13 +102,54 @@ struct StoreItem {
   int tile;
 };
 
-/// The mask with 32-bit rows.
+/// A Mask with 32-bit rows.
 struct TileMask {
   int window;  // 0: none
   int full;
+};
 
-  DISTCA_INLINE int first_key(int row) const { return window == 0 ? 0 : maximum(0, row - window + 1); }
-  DISTCA_INLINE int end_key(int row, int kv_end) const { return full ? kv_end : row + 1; }
+/// A DocumentMask with 32-bit rows.
+struct GroupMask {
+  TileMask mask;
+  const RowRange* ranges;  // rows that see each other besides, ascending and disjoint
+  int num_ranges;
+
+  // The keys [first_key, end_key) that a row sees.
+  DISTCA_INLINE int first_key(int row) const {
+    if (mask.window == 0) return 0;
+    const int first = maximum(0, row - mask.window + 1);
+    return num_ranges == 0 ? first : minimum(first, range_of(row).begin);
+  }
+  DISTCA_INLINE int end_key(int row, int kv_end) const {
+    if (mask.full) return kv_end;
+    return num_ranges == 0 ? row + 1 : range_of(row).end;
+  }
+  // The rows [first_row, end_row) that see a key.
+  DISTCA_INLINE int first_row(int key) const {
+    if (mask.full) return 0;
+    return num_ranges == 0 ? key : range_of(key).begin;
+  }
+  DISTCA_INLINE int end_row(int key, int length) const {
+    if (mask.window == 0) return length;
+    const int last = key < length - mask.window ? key + mask.window : length;
+    return num_ranges == 0 ? last : minimum(length, maximum(last, range_of(key).end));
+  }
+
+ private:
+  /// The rows that see each other and this one: at least the row itself.
+  DISTCA_INLINE RowRange range_of(int row) const {
+    int low = 0;  // the first one that ends after the row
+    for (int n = num_ranges; n > 0;) {
+      const int half = n / 2;
+      if (ranges[low + half].end <= row) {
+        low += half + 1;
+        n -= half + 1;
+      } else {
+        n = half;
+      }
+    }
+    return low < num_ranges && ranges[low].begin <= row ? ranges[low] : RowRange{row, row + 1};
+  }
 };
 
 /// How scores become exponents of two: exponent = exponent_scale * f(q k). f(x) is sign * x or, with a cap, cap *
@@ -133,6 +176,7 @@ struct KernelParams {
   const TaskEntry* tasks;
   const GroupEntry* groups;
   const RunEntry* runs;
+  const RowRange* bidirectional;
   const int64_t* blocks;
   const TensorMap* maps;
   int* next_item;  // how many items have been taken
@@ -148,6 +192,10 @@ struct KernelParams {
   DISTCA_INLINE int num_store_items() const { return static_cast<int>(counts[1]); }
   DISTCA_INLINE int tile_rows() const { return tile_tokens * group_heads; }
   DISTCA_INLINE const ScoreEntry& scores_of(const GroupEntry& group) const { return scores[group.scores]; }
+  DISTCA_INLINE GroupMask mask_of(const GroupEntry& group) const {
+    return {scores_of(group).mask, bidirectional + group.bidirectional_begin,
+            group.bidirectional_end - group.bidirectional_begin};
+  }
 };
 
 /// The query rows of a tile, in the document.
@@ -157,28 +205,26 @@ DISTCA_INLINE RowRange tile_tokens(const KernelParams& p, const TaskEntry& task,
 }
 
 /// The keys that some query row of `rows` sees.
-DISTCA_INLINE RowRange visible_keys(const TileMask& mask, RowRange rows, const GroupEntry& group) {
+DISTCA_INLINE RowRange visible_keys(const GroupMask& mask, RowRange rows, const GroupEntry& group) {
   return {maximum(mask.first_key(rows.begin), group.kv_begin),
           minimum(mask.end_key(rows.end - 1, group.kv_end), group.kv_end)};
 }
 
-/// Whether every row of `rows` sees all keys [begin, end).
-DISTCA_INLINE bool all_visible(const TileMask& mask, RowRange rows, const GroupEntry& group, int begin, int end) {
-  return begin >= maximum(mask.first_key(rows.end - 1), group.kv_begin) &&
-         end <= minimum(mask.end_key(rows.begin, group.kv_end), group.kv_end);
+/// The keys that every row of `rows` sees; the range may be empty.
+DISTCA_INLINE RowRange keys_of_all(const GroupMask& mask, RowRange rows, const GroupEntry& group) {
+  return {maximum(mask.first_key(rows.end - 1), group.kv_begin),
+          minimum(mask.end_key(rows.begin, group.kv_end), group.kv_end)};
 }
 
 /// The rows of a task that see some of the keys [begin, end), which are not empty.
-DISTCA_INLINE RowRange rows_that_see(const TileMask& mask, const TaskEntry& task, int begin, int end) {
-  const int first = mask.full ? task.q_begin : maximum(task.q_begin, begin);
-  const int last = task.q_begin + task.num_rows;
-  return {first, mask.window == 0 ? last : minimum(last, end + mask.window - 1)};
+DISTCA_INLINE RowRange rows_that_see(const GroupMask& mask, const TaskEntry& task, int begin, int end) {
+  return {maximum(task.q_begin, mask.first_row(begin)), mask.end_row(end - 1, task.q_begin + task.num_rows)};
 }
 
 /// The tiles of a task that have such rows; begin >= end if there are none.
 DISTCA_INLINE RowRange tiles_that_see(const KernelParams& p, const GroupEntry& group, const TaskEntry& task, int begin,
                                       int end) {
-  const RowRange rows = rows_that_see(p.scores_of(group).mask, task, begin, end);
+  const RowRange rows = rows_that_see(p.mask_of(group), task, begin, end);
   if (rows.begin >= rows.end) return {0, 0};
   return {(rows.begin - task.q_begin) / p.tile_tokens, ceil_div(rows.end - task.q_begin, p.tile_tokens)};
 }

@@ -69,6 +69,7 @@ void begin_list(const Problem& problem, TileShape shape, WorkList& list) {
   list.tasks.clear();
   list.groups.clear();
   list.runs.clear();
+  list.bidirectional.clear();
   list.blocks.clear();
   list.maps.clear();
   list.costs.clear();
@@ -107,6 +108,10 @@ void add_group(const Problem& problem, const KeyGroup& group, WorkList& list) {
   add_key_map(list, group.k[1], heads.dim, group.kv_heads, rows[1], "k in the arena");
   entry.v_maps = add_key_map(list, group.v[0], heads.v_dim, group.kv_heads, rows[0], "v");
   add_key_map(list, group.v[1], heads.v_dim, group.kv_heads, rows[1], "v in the arena");
+  entry.bidirectional_begin = static_cast<int>(list.bidirectional.size());
+  for (const BidirectionalRows& rows : group.bidirectional)
+    list.bidirectional.push_back({checked(rows.begin, "first bidirectional row"), checked(rows.end, "their end")});
+  entry.bidirectional_end = checked(static_cast<int64_t>(list.bidirectional.size()), "number of bidirectional rows");
   list.groups.push_back(entry);
 }
 
@@ -143,6 +148,7 @@ void add_tables(const Problem& problem, std::span<const Signal> signals, WorkLis
   require(signals.empty() || signals.size() == problem.tasks.size(), signals.size(), " signals for ",
           problem.tasks.size(), " tasks");
   for (const KeyGroup& group : problem.groups) add_group(problem, group, list);
+  list.params.bidirectional = list.bidirectional.data();
   for (size_t t = 0; t < problem.tasks.size(); ++t)
     add_task(problem, problem.tasks[t], signals.empty() ? Signal{} : signals[t], list);
 }
@@ -190,7 +196,7 @@ void list_forward(const Problem& problem, std::span<const Signal> signals, TileS
   for (size_t t = 0; t < problem.tasks.size(); ++t) {
     const TaskEntry& task = list.tasks[t];
     const GroupEntry& group = list.groups[static_cast<size_t>(task.group)];
-    const TileMask& mask = list.params.scores_of(group).mask;
+    const GroupMask mask = list.params.mask_of(group);
     const auto kv_heads = static_cast<int>(problem.groups[static_cast<size_t>(task.group)].kv_heads);
     check_aligned(task.out, "out");
     const int index = static_cast<int>(t), remote = task.signal.word != nullptr ? 1 : 0;

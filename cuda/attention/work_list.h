@@ -35,11 +35,12 @@ struct WorkList {
   std::vector<TaskEntry> tasks;
   std::vector<GroupEntry> groups;
   std::vector<RunEntry> runs;
+  std::vector<RowRange> bidirectional;
   std::vector<int64_t> blocks;
   std::vector<MapSpec> maps;
   std::vector<int64_t> costs;  // costs of `unsorted`; kept for its memory
   std::vector<WorkItem> unsorted;
-  /// Everything but the pointers.
+  /// Everything but the pointers, of which there is the one to `bidirectional` here.
   KernelParams params;
 };
 

@@ -38,8 +38,11 @@ void add(double factor, const double* a, int64_t size, double* to) {
   for (int64_t i = 0; i < size; ++i) to[i] += factor * a[i];
 }
 
-bool sees(const Mask& mask, int64_t row, int64_t key) {
+bool sees(const Case& c, int64_t row, int64_t key) {
+  const Mask& mask = c.scores.mask;
   if (mask.kind == MaskKind::kFull) return true;
+  for (const auto& [begin, end] : c.bidirectional)
+    if (begin <= row && row < end && begin <= key && key < end) return true;
   return key <= row && (mask.window == 0 || key > row - mask.window);
 }
 
@@ -72,6 +75,11 @@ Case random_case(HeadShape heads, int64_t most_rows, std::mt19937& random) {
   auto& [mask, scale, softcap] = c.scores;
   if (pick(random, 0, 3) == 0) mask.kind = MaskKind::kFull;
   if (mask.kind == MaskKind::kCausal && pick(random, 0, 2) == 0) mask.window = pick(random, 1, most_rows);
+  for (int64_t row = pick(random, 0, 1) == 0 ? c.length : 0; row < c.length;) {
+    const int64_t begin = row + pick(random, 0, 1) * pick(random, 0, 90);
+    row = std::min(c.length, begin + pick(random, 1, 150));
+    if (begin < row) c.bidirectional.push_back({begin, row});
+  }
   scale = 1.f / std::sqrt(static_cast<float>(heads.dim));
   if (pick(random, 0, 4) == 0) scale = -scale;
   if (pick(random, 0, 2) == 0) softcap = 1.5f;
@@ -84,7 +92,7 @@ Case random_case(HeadShape heads, int64_t most_rows, std::mt19937& random) {
 
 Answer answer(const Case& c, const std::vector<bool>& covered, bool gradients) {
   const HeadShape& heads = c.heads;
-  const auto& [mask, scale, softcap] = c.scores;
+  const float scale = c.scores.scale, softcap = c.scores.softcap;
   Answer a{Array(c.length, heads.q_heads, heads.v_dim), Array(c.length, heads.q_heads, 1),
            Array(c.length, heads.q_heads, heads.dim), Array(c.length, heads.kv_heads, heads.dim),
            Array(c.length, heads.kv_heads, heads.v_dim)};
@@ -94,7 +102,7 @@ Answer answer(const Case& c, const std::vector<bool>& covered, bool gradients) {
     if (!covered[static_cast<size_t>(row)]) continue;
     seen.clear();
     for (int64_t key = 0; key < c.length; ++key)
-      if (sees(mask, row, key)) seen.push_back(key);
+      if (sees(c, row, key)) seen.push_back(key);
     scores.assign(seen.size(), 0);
     slopes.assign(seen.size(), scale);
     for (int64_t head = 0; head < heads.q_heads; ++head) {
@@ -157,8 +165,15 @@ void cut_tasks(PlacedCase& of, std::mt19937& random) {
     if (pick(random, 0, 3) > 0 || (end == c.length && of.tasks.empty())) of.tasks.push_back({row, end});
     row = end;
   }
-  of.kv_begin = c.scores.mask.first_key(of.tasks.front().begin);
-  of.kv_end = c.scores.mask.kind == MaskKind::kFull ? c.length : of.tasks.back().end;
+  of.kv_begin = c.length;
+  of.kv_end = 0;
+  for (const auto& t : of.tasks) {
+    for (int64_t key = 0; key < c.length; ++key) {
+      if (!sees(c, t.begin, key) && !sees(c, t.end - 1, key)) continue;
+      of.kv_begin = std::min(of.kv_begin, key);
+      of.kv_end = std::max(of.kv_end, key + 1);
+    }
+  }
   of.covered.assign(static_cast<size_t>(c.length), false);
   for (const auto& t : of.tasks) std::fill(of.covered.begin() + t.begin, of.covered.begin() + t.end, true);
 }
@@ -173,6 +188,7 @@ void place_group(const PlacedCase& of, int64_t first_head, int64_t kv_heads, boo
   attention::KeyGroup& group = p.groups.emplace_back();
   group.kv_heads = kv_heads;
   group.scores = static_cast<int64_t>(p.scores.size()) - 1;
+  group.bidirectional = c.bidirectional;
   group.kv_begin = of.kv_begin;
   group.kv_end = of.kv_end;
   group.first_block = of.kv_begin / kRows;

@@ -40,6 +40,7 @@ struct Case {
   HeadShape heads;
   attention::Scores scores;
   int64_t length = 0;
+  std::vector<distca::BidirectionalRows> bidirectional;
   Array q, k, v, dout;  // rounded to the dtype
 };
 

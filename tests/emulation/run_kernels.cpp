@@ -66,6 +66,7 @@ struct Tables {
     p.tasks = list.tasks.data();
     p.groups = list.groups.data();
     p.runs = list.runs.data();
+    p.bidirectional = list.bidirectional.data();
     p.blocks = list.blocks.data();
     p.maps = maps.data();
     p.next_item = &next_item;
@@ -128,6 +129,8 @@ void print(const Case& c) {
   std::printf("  %lld rows, %s, window %lld, scale %g, softcap %g\n", static_cast<long long>(c.length),
               mask.kind == distca::MaskKind::kFull ? "full" : "causal", static_cast<long long>(mask.window),
               static_cast<double>(scale), static_cast<double>(softcap));
+  for (const auto& [begin, end] : c.bidirectional)
+    std::printf("  bidirectional: [%lld, %lld)\n", static_cast<long long>(begin), static_cast<long long>(end));
 }
 
 /// Computes cases as one problem and checks all results. Returns the results and the covered rows of cases[which].

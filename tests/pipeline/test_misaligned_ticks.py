@@ -191,7 +191,7 @@ def a_model_is_called_outside_of_all_ticks(context: distca.Context, wrong: bool)
     _iterate(ticks)
 
 
-@mistake("tick 1 of 8, forward|documents of other lengths, or on other ranks")
+@mistake("tick 1 of 8, forward|documents of other lengths, on other ranks, or with other bidirectional rows")
 def a_micro_batch_differs_on_a_rank(context: distca.Context, wrong: bool) -> None:
     plans = _plans(context)
     if wrong:

@@ -50,6 +50,9 @@ def _plans() -> list[distca.Plan]:
         distca.plan(LAYOUT, HEADS, tasks=random_tasks(LAYOUT, HEADS.kv, 3)),
         distca.plan(LAYOUT, HEADS, tasks=random_tasks(LAYOUT, HEADS.kv, 4), retain_bytes=2**20),
         distca.plan(LAYOUT, NARROW, tasks=random_tasks(LAYOUT, HEADS.kv, 3), reduce_dtype=NARROW.dtype),
+        distca.plan(
+            LAYOUT.with_bidirectional({0: [(3, 30), (100, 130)], 1: [(0, 100)]}), HEADS, min_rows=1, tolerance=0.0
+        ),
     ]
     return [plan.for_rank(rank) for plan in made for rank in RANKS]
 
@@ -76,6 +79,33 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "a task reads the row before": (
         lambda s: _first(s.tasks, _number("TaskEntry"), "home_row", lambda t: t.home_row - 1, _home(s)),
         r"task \d+: rows \[\d+, \d+\) of document \d are not at row",
+    ),
+    "a group has rows that see each other of another document": (
+        lambda s: _first(
+            s.groups, _number("GroupEntry"), "bidirectional_begin",
+            lambda g: g.bidirectional_begin + (1 if g.bidirectional_begin == 0 else -1),
+            lambda g: g.bidirectional_begin < g.bidirectional_end,
+        ),
+        r"bidirectional rows (from )?\d+",
+    ),
+    "rows see each other that no group has": (
+        lambda s: _first(
+            s.groups, _number("GroupEntry"), "bidirectional_end", lambda g: g.bidirectional_end - 1,
+            lambda g: g.bidirectional_begin < g.bidirectional_end,
+        ),
+        r"bidirectional rows (from )?\d+",
+    ),
+    "rows that see each other overlap": (
+        lambda s: _first(
+            s.bidirectional, _number("Bidirectional"), "end", lambda b: b.end + 100, lambda b: b.begin == 3
+        ),
+        r"bidirectional rows \[100, 130\) after row 130",
+    ),
+    "rows that see each other end too early for a task": (
+        lambda s: _first(
+            s.bidirectional, _number("Bidirectional"), "end", lambda b: b.end - 1, lambda b: b.begin == 0
+        ),
+        r"task \d+: rows \[\d+, \d+\) see keys",
     ),
     "a local block starts a row late": (
         lambda s: _first(s.blocks, _number("Block"), "entry", lambda b: b.entry + 2, lambda b: b.entry % 2 == 0),
@@ -120,7 +150,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
         lambda s: _first(
             s.sends[FORWARD], _number("Send"), "row", lambda g: g.row + 1, lambda g: TENSORS[g.tensor] == "q"
         ),
-        "queries that are sent are not those whose outputs come home|which are not of one segment",
+        "queries that are sent are not those whose outputs come home|which are not of one segment|rows from row \\d+ on, of",
     ),
     "keys leave without their values": (
         lambda s: _first(

@@ -27,8 +27,7 @@ def test_every_visible_pair_of_every_head_is_computed_exactly_once(made: Made) -
     }
     for task in plan.tasks:
         assert task.q_begin < task.q_end
-        length = plan.layout.document_lengths[task.document]
-        assert (task.kv_begin, task.kv_end) == keys_of_rows(plan, length, task.q_begin, task.q_end)
+        assert (task.kv_begin, task.kv_end) == keys_of_rows(plan, task.document, task.q_begin, task.q_end)
         assert 0 <= task.server < plan.layout.num_ranks
         for row in range(task.q_begin, task.q_end):
             computed.update((task.document, row, head) for head in range(task.kv_head_begin, task.kv_head_end))

@@ -18,6 +18,7 @@ def test_the_same_arguments_give_the_same_plan_to_the_last_bit(
     layout: distca.Layout, heads: distca.Heads, tolerance: float, min_rows: int
 ) -> None:
     again = distca.Layout([layout.segments(rank) for rank in range(layout.num_ranks)])
+    again = again.with_bidirectional(layout.bidirectional)
     first = distca.plan(layout, heads, tolerance=tolerance, min_rows=min_rows)
     second = distca.plan(again, heads, tolerance=tolerance, min_rows=min_rows, rank=layout.num_ranks - 1)
     assert first.digest == second.digest
@@ -56,6 +57,10 @@ def test_the_digest_changes_with_everything_that_changes_a_plan() -> None:
         "lengths": make(layout=spill((300, 6, 199), 3)),
         "a cut": make(layout=distca.Layout.packed((300, 5, 200), ranks=3, tokens_per_rank=170)),
         "padding": make(layout=padded),
+        "rows that see each other": make(layout=layout.with_bidirectional({0: [(3, 9)]})),
+        "others that do": make(layout=layout.with_bidirectional({0: [(3, 8)]})),
+        "two ranges that touch": make(layout=layout.with_bidirectional({0: [(3, 6), (6, 9)]})),
+        "those of another document": make(layout=layout.with_bidirectional({2: [(3, 9)]})),
         "ranks": make(layout=spill((300, 5, 200), 2)),
     }
     assert variants["tolerance"].tasks != variants["as it is"].tasks

@@ -98,8 +98,9 @@ struct Document {
   attention::Scores scores;
   std::vector<std::pair<int64_t, int64_t>> ranges;  // of the tasks
   std::vector<int64_t> blocks;
+  std::vector<BidirectionalRows> bidirectional;
   std::vector<Tensor> k, v, q, dout;
-  attention::KeyGroup group;  // without tasks and gradients
+  attention::KeyGroup group;  // without tasks, gradients and bidirectional rows
 
   Document(const HeadShape& h, const attention::Scores& s) : heads(h), scores(s) {
     const int64_t length = pick(1, 700);
@@ -110,8 +111,14 @@ struct Document {
       row = end;
     }
     group.kv_heads = heads.kv_heads;
-    group.kv_begin = scores.mask.first_key(ranges.front().first);
-    group.kv_end = scores.mask.kind == MaskKind::kFull ? length : ranges.back().second;
+    for (int64_t row = pick(0, 1) == 0 ? length : 0; row < length;) {
+      const int64_t begin = row + pick(0, 1) * pick(0, 90);
+      row = std::min(length, begin + pick(1, 150));
+      if (begin < row) bidirectional.push_back({begin, row});
+    }
+    const DocumentMask mask{scores.mask, bidirectional};
+    group.kv_begin = mask.first_key(ranges.front().first);
+    group.kv_end = mask.end_key(ranges.back().second - 1, length);
     group.first_block = group.kv_begin / kKeyBlockRows;
 
     // Blocks of keys in any order, in one of two sources; the first and the last are not whole.
@@ -151,6 +158,7 @@ std::vector<Results> compute(attention::CpuAttention& kernel, std::span<const Do
     Results& r = results.emplace_back();
     attention::KeyGroup group = d->group;
     group.blocks = d->blocks;
+    group.bidirectional = d->bidirectional;
     group.scores = std::ssize(scores);
     scores.push_back(d->scores);
     group.task_begin = std::ssize(tasks);

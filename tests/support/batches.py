@@ -137,6 +137,24 @@ def random_tasks(
     return tasks
 
 
+def random_ranges(lengths: Sequence[int], seed: int) -> dict[int, list[tuple[int, int]]]:
+    """Ranges of every kind: prefixes, whole documents, single rows, ranges that touch, and none."""
+    draw = random.Random(seed)
+    found: dict[int, list[tuple[int, int]]] = {}
+    for document, length in enumerate(lengths):
+        if draw.random() < 0.2:
+            continue
+        ranges, row = [], 0
+        while row < length:
+            row += draw.choice([0, 0, 1, 7, 40, 130])
+            end = min(length, row + draw.choice([1, 2, 30, 64, 65, 200]))
+            if row < end:
+                ranges.append((row, end))
+            row = end
+        found[document] = ranges
+    return found
+
+
 def source_rows(batch_lengths: Sequence[int], layout: distca.Layout, rank: int) -> torch.Tensor:
     """The row among all documents of each row of a rank; -1 for padding."""
     offsets = [sum(batch_lengths[:d]) for d in range(len(batch_lengths))]

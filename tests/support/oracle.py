@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,10 @@ import torch.nn.functional as F
 from support.batches import Batch
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
+
+#: Ranges of a document's rows that see each other, and those of each document that has any.
+Ranges = Sequence[tuple[int, int]]
+Bidirectional = Mapping[int, Ranges] | None
 
 
 UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -20,19 +24,29 @@ MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 
 
 def _with_gradients(
-    batch: Batch, dtype: torch.dtype, attend: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    batch: Batch,
+    dtype: torch.dtype,
+    attend: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    bidirectional: Bidirectional,
 ) -> tuple[torch.Tensor, ...]:
     q, k, v = (t.detach().to(dtype, copy=True).requires_grad_() for t in (batch.q, batch.k, batch.v))
-    results = [attend(*rows) for rows in batch.documents(q, k, v)]
+    results = [attend(*rows, (bidirectional or {}).get(d, ())) for d, rows in enumerate(batch.documents(q, k, v))]
     out, lse = (torch.cat(parts) for parts in zip(*results, strict=True))
     out.backward(batch.dout.to(dtype))
     assert q.grad is not None and k.grad is not None and v.grad is not None
     return out.detach(), lse.detach(), q.grad, k.grad, v.grad
 
 
-def visible(length: int, mask: str = "causal", window: int | None = None) -> torch.Tensor:
-    """Boolean [length, length]: the keys that each row of a document sees. If "chunked", a chunk has `window` rows."""
+def visible(length: int, mask: str = "causal", window: int | None = None, bidirectional: Ranges = ()) -> torch.Tensor:
+    """Boolean [length, length]: the keys that each row of a document sees. If "chunked", a chunk has `window` rows.
+    Rows of each range of `bidirectional` see each other besides.
+    """
     row, key = torch.arange(length)[:, None], torch.arange(length)[None, :]
+    if bidirectional:
+        seen = visible(length, mask, window)
+        for begin, end in bidirectional:
+            seen[begin:end, begin:end] = True
+        return seen
     if mask == "full":
         return torch.ones(length, length, dtype=torch.bool)
     if mask == "chunked":
@@ -41,24 +55,30 @@ def visible(length: int, mask: str = "causal", window: int | None = None) -> tor
 
 
 def oracle(
-    batch: Batch, scale: float | None = None, mask: str = "causal", window: int | None = None
+    batch: Batch,
+    scale: float | None = None,
+    mask: str = "causal",
+    window: int | None = None,
+    bidirectional: Bidirectional = None,
 ) -> tuple[torch.Tensor, ...]:
     """The out, lse, dq, dk and dv in float64 from the same rounded inputs, by the textbook formula and PyTorch's
     autograd.
     """
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: Ranges) -> tuple[torch.Tensor, torch.Tensor]:
         group = q.shape[1] // k.shape[1]
         k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q, k) * (q.shape[2] ** -0.5 if scale is None else scale)
-        scores = scores.masked_fill(~visible(q.shape[0], mask, window), -math.inf)
+        scores = scores.masked_fill(~visible(q.shape[0], mask, window, ranges), -math.inf)
         lse = torch.logsumexp(scores, dim=2)
         return torch.einsum("hij,jhd->ihd", torch.softmax(scores, dim=2), v), lse.T
 
-    return _with_gradients(batch, torch.float64, attend)
+    return _with_gradients(batch, torch.float64, attend, bidirectional)
 
 
-def torch_attention(batch: Batch, mask: str = "causal", window: int | None = None) -> tuple[torch.Tensor, ...]:
+def torch_attention(
+    batch: Batch, mask: str = "causal", window: int | None = None, bidirectional: Bidirectional = None
+) -> tuple[torch.Tensor, ...]:
     """The out, lse, dq, dk and dv of PyTorch's own fused attention in the batch's dtype, document by document.
 
     Its CPU kernel wants Dv = D, so the narrower one is filled up with zeros, which changes no result.
@@ -66,10 +86,11 @@ def torch_attention(batch: Batch, mask: str = "causal", window: int | None = Non
     dim = max(batch.heads.dim, batch.heads.value_dim)
     scale = batch.heads.dim**-0.5
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: Ranges) -> tuple[torch.Tensor, torch.Tensor]:
         value_dim, gqa = v.shape[2], q.shape[1] != k.shape[1]
         q, k, v = (F.pad(t, (0, dim - t.shape[2])).transpose(0, 1)[None] for t in (q, k, v))
-        seen = None if (mask, window) == ("causal", None) else visible(q.shape[2], mask, window)
+        is_causal = (mask, window) == ("causal", None) and not ranges
+        seen = None if is_causal else visible(q.shape[2], mask, window, ranges)
         out = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, enable_gqa=gqa, scale=scale)
         q, k = q.detach(), k.detach().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         added = None if seen is None else torch.zeros(seen.shape, dtype=q.dtype).masked_fill(~seen, -math.inf)
@@ -78,7 +99,7 @@ def torch_attention(batch: Batch, mask: str = "causal", window: int | None = Non
         )[1]
         return out[0].transpose(0, 1)[..., :value_dim], lse.float().reshape(q.shape[1], q.shape[2]).T
 
-    return _with_gradients(batch, batch.heads.dtype, attend)
+    return _with_gradients(batch, batch.heads.dtype, attend, bidirectional)
 
 
 class ErrorPool:

@@ -155,9 +155,16 @@ class ScoresEntry(NamedTuple):
     softcap: int
 
 
+class Bidirectional(NamedTuple):
+    begin: int
+    end: int
+
+
 class GroupEntry(NamedTuple):
     document: int
     scores: int
+    bidirectional_begin: int
+    bidirectional_end: int
     kv_head_begin: int
     kv_head_end: int
     kv_begin: int
@@ -250,7 +257,8 @@ class Wait(NamedTuple):
 
 #: The tables in the order of a slice. Tables of two phases follow one another.
 TABLES: list[Any] = [
-    RankDigest, ScoresEntry, GroupEntry, TaskEntry, Block, Grad, Segment, Send, Send, Receive, Receive, Wait, Wait
+    RankDigest, ScoresEntry, Bidirectional, GroupEntry, TaskEntry, Block, Grad, Segment, Send, Send, Receive, Receive,
+    Wait, Wait,
 ]  # fmt: skip
 
 
@@ -260,6 +268,7 @@ class Slice(NamedTuple):
     header: Header
     rank_digests: list[RankDigest]
     scores: list[ScoresEntry]
+    bidirectional: list[Bidirectional]
     groups: list[GroupEntry]
     tasks: list[TaskEntry]
     blocks: list[Block]
@@ -284,8 +293,8 @@ def read_slice(words: Sequence[int]) -> Slice:
     assert next_word == header.num_words
     assert all(word == 0 for word in words[next_word:])
     assert len(words).bit_count() == 1 and len(words) < 2 * header.num_words, "padded to the next power of two"
-    pairs = [(tables[i], tables[i + 1]) for i in (7, 9, 11)]
-    return Slice(header, *tables[:7], *pairs)
+    pairs = [(tables[i], tables[i + 1]) for i in (8, 10, 12)]
+    return Slice(header, *tables[:8], *pairs)
 
 
 def row_bytes(heads: distca.Heads, kv_heads: Range, phase: int, at_server: bool, tensor: str) -> tuple[int, int]:
@@ -317,8 +326,14 @@ def heads_of(entry: Any) -> Range:
     return entry.kv_head_begin, entry.kv_head_end
 
 
-def keys_of_rows(plan: distca.Plan, length: int, begin: int, end: int) -> tuple[int, int]:
+def keys_of_rows(plan: distca.Plan, document: int, begin: int, end: int) -> tuple[int, int]:
     """The range of keys that rows [begin, end) of a document see."""
     if plan.mask == "full":
-        return 0, length
-    return (max(0, begin - plan.window + 1) if plan.window else 0), end
+        return 0, plan.layout.document_lengths[document]
+    first, last = (max(0, begin - plan.window + 1) if plan.window else 0), end
+    for range_begin, range_end in plan.layout.bidirectional.get(document, ()):
+        if range_begin <= begin < range_end:
+            first = min(first, range_begin)
+        if range_begin <= end - 1 < range_end:
+            last = max(last, range_end)
+    return first, last

@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 
 import distca
-from support.batches import random_tasks, scattered
+from support.batches import random_ranges, random_tasks, scattered
 
 HEADS = [
     distca.Heads(4, 1, 16, 24),
@@ -36,6 +36,14 @@ class Made(NamedTuple):
 
 @st.composite
 def layouts(draw: st.DrawFn) -> distca.Layout:
+    layout = draw(_layouts())
+    if draw(st.booleans()):
+        return layout
+    return layout.with_bidirectional(random_ranges(layout.document_lengths, draw(st.integers(0, 10**6))))
+
+
+@st.composite
+def _layouts(draw: st.DrawFn) -> distca.Layout:
     lengths = draw(st.lists(st.sampled_from((1, 2, 5, 31, 63, 64, 65, 127, 129, 200, 331)), max_size=7))
     ranks = draw(st.integers(1, 6))
     kind = draw(st.sampled_from(("packed", "documents", "scattered", "head_tail")))

@@ -117,8 +117,8 @@ class Simulation:
         assert rounds == sorted(rounds) and set(rounds) == set(range(len(set(rounds)))) and len(set(rounds)) <= ROUNDS
         assert (next_task, next_block, next_grad) == (len(tables.tasks), len(tables.blocks), len(tables.grads))
         for task in tables.tasks:
-            length = self.layout.document_lengths[tables.groups[task.group].document]
-            assert (task.kv_begin, task.kv_end) == keys_of_rows(self.plan, length, task.q_begin, task.q_end)
+            document = tables.groups[task.group].document
+            assert (task.kv_begin, task.kv_end) == keys_of_rows(self.plan, document, task.q_begin, task.q_end)
             assert all((offset == -1) == (task.home == rank) for offset in task[7:])
 
     def _stride(self, kv_heads: Range, phase: int, at_server: bool, tensor: str) -> int:

@@ -53,13 +53,18 @@ struct DeviceArray {
 
 // ---- the naive kernels: one document after another in [rows, heads, dim], everything in fp32
 
+constexpr int kImageStep = 300;
+
 struct Shape {
   int length, q_heads, kv_heads, dim, v_dim;
   int full, window;
+  int image;  // of every kImageStep rows the first ones, that see each other
   float scale, softcap;
 
   __device__ bool sees(int row, int key) const {
-    return full != 0 || (key <= row && (window == 0 || key > row - window));
+    const bool same = row / kImageStep == key / kImageStep;
+    return full != 0 || (key <= row && (window == 0 || key > row - window)) ||
+           (same && row % kImageStep < image && key % kImageStep < image);
   }
   __device__ float score(const float* q, const float* k, float* slope) const {
     float s = 0.f;
@@ -161,6 +166,14 @@ struct Setup {
   int length;
   float softcap;
   bool compare;  // with the naive kernels; long ones are only timed
+  int image = 0;  // see Shape
+
+  std::vector<BidirectionalRows> bidirectional() const {
+    std::vector<BidirectionalRows> rows;
+    for (int64_t begin = 0; image > 0 && begin < length; begin += kImageStep)
+      rows.push_back({begin, std::min<int64_t>(begin + image, length)});
+    return rows;
+  }
 };
 
 int failures = 0;
@@ -209,8 +222,10 @@ double time_of(const Run& run) {
 /// Number of pairs of rows and keys that see each other.
 double pairs(const Setup& setup) {
   double n = 0;
+  const std::vector<BidirectionalRows> bidirectional = setup.bidirectional();
+  const DocumentMask mask{setup.mask, bidirectional};
   for (int64_t row = 0; row < setup.length; ++row)
-    n += static_cast<double>(setup.mask.end_key(row, setup.length) - setup.mask.first_key(row));
+    n += static_cast<double>(mask.end_key(row, setup.length) - mask.first_key(row));
   return n;
 }
 
@@ -247,7 +262,9 @@ void run_setup(CudaAttention& kernel, const Setup& setup, std::mt19937& random) 
     }
   }
   attention::KeyGroup group;
+  const std::vector<BidirectionalRows> bidirectional = setup.bidirectional();
   group.kv_heads = h.kv_heads;
+  group.bidirectional = bidirectional;
   group.kv_end = n;
   group.blocks = blocks;
   group.k[0] = k.view(), group.k[1] = arena_k.view();
@@ -278,6 +295,7 @@ void run_setup(CudaAttention& kernel, const Setup& setup, std::mt19937& random) 
                     static_cast<int>(h.v_dim),
                     setup.mask.kind == MaskKind::kFull ? 1 : 0,
                     static_cast<int>(setup.mask.window),
+                    setup.image,
                     scale,
                     setup.softcap};
   const auto num_rows = static_cast<unsigned>(n * h.q_heads);
@@ -345,6 +363,8 @@ int main() {
       {"causal", {8, 2, 128, 128, bf16}, causal, 1111, 0.f, true},
       {"full", {5, 1, 128, 128, fp16}, full, 700, 0.f, true},
       {"window", {8, 8, 64, 64, bf16}, {MaskKind::kCausal, 200}, 1500, 0.f, true},
+      {"images", {8, 2, 128, 128, bf16}, causal, 1111, 0.f, true, 200},
+      {"images in a window", {8, 8, 64, 64, bf16}, {MaskKind::kCausal, 90}, 1500, 0.f, true, 160},
       {"softcap", {6, 2, 96, 96, bf16}, causal, 900, 2.f, true},
       {"latent", {4, 4, 192, 128, bf16}, causal, 900, 0.f, true},
       {"wide", {8, 4, 256, 256, fp16}, causal, 700, 0.f, true},

@@ -39,7 +39,11 @@ class Half:
     def is_of(self, layout: Layout) -> bool:
         """Whether this is a half of a layout with these segments."""
         whole, ranks = self._whole, range(layout.num_ranks)
-        return whole.num_ranks == layout.num_ranks and all(whole.segments(r) == layout.segments(r) for r in ranks)
+        return (
+            whole.num_ranks == layout.num_ranks
+            and all(whole.segments(r) == layout.segments(r) for r in ranks)
+            and whole.bidirectional == layout.bidirectional
+        )
 
     def take(self, whole: torch.Tensor, rank: int, *, dim: int = 0, fill: float = 0) -> torch.Tensor:
         """The rows of this half, taken from a tensor of all the rank's rows.
@@ -121,7 +125,11 @@ def halves(layout: Layout, *, window: Window = None, idle_rows: int = 0, multipl
         for document, begin, end in layout.segments(rank):
             if document != PADDING:
                 tokens[document][rank] += end - begin
-    pairs = [_visible_pairs(length, window) for length in lengths]
+    bidirectional = layout.bidirectional
+    pairs = [
+        _visible_pairs(length, window) + sum(_pairs_besides(end - begin, window) for begin, end in ranges)
+        for length, ranges in ((length, bidirectional.get(document, ())) for document, length in enumerate(lengths))
+    ]
     second = _deal(pairs, tokens, layout.num_ranks)
     first = [not one for one in second]
     return _half(layout, first, idle_rows, multiple_of), _half(layout, second, idle_rows, multiple_of)
@@ -133,6 +141,12 @@ def _visible_pairs(length: int, window: Window) -> int:
         return chunks * _visible_pairs(window.rows, None) + _visible_pairs(rest, None)
     seen = min(length, window or length)
     return seen * (seen + 1) // 2 + (length - seen) * seen
+
+
+def _pairs_besides(rows: int, window: Window) -> int:
+    """How many more pairs of rows and keys are visible because so many rows see each other."""
+    hidden = 0 if window is None or isinstance(window, Chunk) else max(rows - window, 0)
+    return rows * (rows - 1) // 2 + hidden * (hidden + 1) // 2
 
 
 def _half(layout: Layout, taken: list[bool], idle_rows: int, multiple_of: int) -> Half:
@@ -148,7 +162,8 @@ def _half(layout: Layout, taken: list[bool], idle_rows: int, multiple_of: int) -
         padding += -(rows + padding) % multiple_of
         if padding:
             of_rank.append((PADDING, 0, padding))
-    half = Layout(segments)
+    bidirectional = {number[d]: ranges for d, ranges in layout.bidirectional.items() if d in number}
+    half = Layout(segments).with_bidirectional(bidirectional)
     half._longest_of_whole = layout.longest_document  # both halves then have the same RoPE frequencies
     return Half(half, documents, layout)
 

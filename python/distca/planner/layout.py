@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Any, TypeAlias
@@ -75,10 +75,16 @@ class Layout:
     def __getstate__(self) -> dict[str, Any]:
         """The segments. They are checked again when the layout is made from them."""
         segments = [self.segments(rank) for rank in range(self.num_ranks)]
-        return {"segments": segments, "longest_of_whole": self._longest_of_whole}
+        return {
+            "segments": segments,
+            "longest_of_whole": self._longest_of_whole,
+            "bidirectional": self._core.bidirectional,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._core = _C.Layout(state["segments"])
+        if rows := state.get("bidirectional"):  # pickles of earlier versions lack it
+            self._core = self._core.with_bidirectional(rows)
         if state["longest_of_whole"] is not None:
             self._longest_of_whole = state["longest_of_whole"]
 
@@ -245,6 +251,44 @@ class Layout:
         whole._longest_of_whole = longest or None  # parts may be halves
         return whole
 
+    def with_bidirectional(self, rows: Mapping[int, Iterable[tuple[int, int]]]) -> Layout:
+        """The same rows, some of which also see the rows after them: a prefix, or the tokens of an image.
+
+        Under the causal mask, with or without a window, each row of ``[begin, end)`` sees what the mask lets it see and
+        all of ``[begin, end)``. Other rows see what they saw. This is the mask of prefix language models (arXiv
+        1910.10683), of PaliGemma (arXiv 2407.07726) and of Gemma 3 with images. The full mask lets all rows see each
+        other anyway.
+
+        Args:
+            rows: for each document that has any, ranges ``(begin, end)`` of its rows that see each other. Ranges of a
+                document do not overlap; two that touch stay two. They may go over the borders of ranks. They take the
+                place of those that this layout has.
+
+        Raises:
+            InvalidArgumentError: a document does not exist, or a range is not one of its rows or overlaps another.
+
+        Examples:
+            >>> layout = distca.Layout.from_documents([[6, 4]]).with_bidirectional({0: [(0, 2), (3, 5)]})
+            >>> layout.bidirectional
+            {0: [(0, 2), (3, 5)]}
+        """
+        given: list[tuple[int, int, int]] = []
+        expected = "a mapping of documents to lists of (begin, end), such as {0: [(0, 256)]},"
+        if not isinstance(rows, Mapping):
+            raise InvalidArgumentError(f"layout: bidirectional rows are {rows!r}; {expected} is expected")
+        for document, ranges in rows.items():
+            for one in listed("layout", f"the bidirectional rows of document {document!r}", ranges, expected):
+                ends = listed("layout", "bidirectional rows", one, "(begin, end)")
+                if len(ends) != 2 or not all(is_whole(n, 0, _MOST_ROWS) for n in (document, *ends)):
+                    raise InvalidArgumentError(
+                        f"layout: bidirectional rows {one!r} of document {document!r}; integers (begin, end) from 0 to "
+                        f"{_MOST_ROWS} of a document are expected"
+                    )
+                given.append((index(document), index(ends[0]), index(ends[1])))
+        layout = Layout._wrap(self._core.with_bidirectional(given))
+        layout._longest_of_whole = self._longest_of_whole
+        return layout
+
     def chunked(self, rows: int) -> Layout:
         """The same rows, where each chunk of a document is a document: for layers whose rows see their chunk alone.
 
@@ -254,7 +298,7 @@ class Layout:
             rows: rows of a chunk. Each document is cut from its first row on.
 
         Raises:
-            InvalidArgumentError: `rows` is no positive integer.
+            InvalidArgumentError: `rows` is no positive integer, or rows that see each other lie in two chunks.
 
         Examples:
             >>> layout = distca.Layout([[(0, 0, 5)], [(0, 5, 9), (1, 0, 2)]]).chunked(4)
@@ -275,7 +319,25 @@ class Layout:
                 for chunk in range(begin // rows, -(-end // rows)):
                     start = chunk * rows
                     of_rank.append((first[document] + chunk, max(begin - start, 0), min(end - start, rows)))
-        return Layout(cut)
+        bidirectional: dict[int, list[tuple[int, int]]] = {}
+        for document, ranges in self.bidirectional.items():
+            for begin, end in ranges:
+                chunk, start = begin // rows, begin // rows * rows
+                if end > start + rows:
+                    raise InvalidArgumentError(
+                        f"layout: bidirectional rows [{begin}, {end}) of document {document} lie in several chunks of "
+                        f"{rows} rows; rows that see each other are expected in one"
+                    )
+                bidirectional.setdefault(first[document] + chunk, []).append((begin - start, end - start))
+        return Layout(cut).with_bidirectional(bidirectional)
+
+    @property
+    def bidirectional(self) -> dict[int, list[tuple[int, int]]]:
+        """For each document that has any, the ranges of its rows that see each other: see `with_bidirectional`."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for document, begin, end in self._core.bidirectional:
+            found.setdefault(document, []).append((begin, end))
+        return found
 
     @property
     def num_ranks(self) -> int:
@@ -310,7 +372,9 @@ class Layout:
 
     def __repr__(self) -> str:
         rows = [self.num_rows(rank) for rank in range(self.num_ranks)]
-        return f"Layout({self.num_ranks} ranks, {len(self.document_lengths)} documents, rows {rows})"
+        found = self._core.bidirectional
+        besides = f", {len(found)} bidirectional ranges" if found else ""
+        return f"Layout({self.num_ranks} ranks, {len(self.document_lengths)} documents, rows {rows}{besides})"
 
 
 def _lists_of_ranks(value: Any, what: str) -> list[list[Any]]:
