@@ -70,8 +70,7 @@ DISTCA_INLINE void softmax_lanes(const ScoreTile& tile, int64_t lane, float scal
     const LaneVisibility visible = lane_visibility(seen, lane);
     end = in_tile((int64_t{seen.upto[lane + kWidth - 1]} + kSums - 1) / kSums * kSums);
     // All rows of the vector see the keys before this one.
-    const int64_t first =
-        seen.from[lane + kWidth - 1] > tile.begin ? tile.begin : in_tile(seen.upto[lane]);
+    const int64_t first = seen.from[lane + kWidth - 1] > tile.begin ? tile.begin : in_tile(seen.upto[lane]);
     for (int64_t key = first; key < end; ++key) {
       float* at = scores + key * kTileRows;
       store(at, sees(visible, static_cast<int32_t>(key)) ? load(at) : broadcast(-kInfinity));

@@ -23,8 +23,8 @@ using Wide = __int128;
 ///     bytes >= sum B(C) >= x excess - sum (x C - B(C)) >= x excess - sum max_C (x C - B(C)).
 /// That maximum is known. Rows that cost more than t = query_row / x are worth their bytes. If any row is worth them,
 /// all such rows are, because under the causal mask the next higher row costs more at the same bytes. Every t gives a
-/// valid bound, and halving finds the best one. The proof needs costs that add up, and rows that cost no less than those
-/// before them; it does not hold for cost models with rates, nor for rows that see each other besides a window.
+/// valid bound, and halving finds the best one. The proof needs costs that add up, and rows that cost no less than
+/// those before them; it does not hold for cost models with rates, nor for rows that see each other besides a window.
 class BorderBound {
  public:
   BorderBound(const Layout& layout, const PlanOptions& options)

@@ -143,8 +143,7 @@ std::span<const BidirectionalRows> Layout::bidirectional(int64_t document) const
   return std::span(bidirectional_).subspan(first, first_bidirectional_[static_cast<size_t>(document) + 1] - first);
 }
 
-Layout Layout::with_bidirectional(
-    const std::vector<std::pair<int64_t, BidirectionalRows>>& rows_of_documents) const {
+Layout Layout::with_bidirectional(const std::vector<std::pair<int64_t, BidirectionalRows>>& rows_of_documents) const {
   Layout made = *this;
   made.bidirectional_.clear();
   made.first_bidirectional_.clear();

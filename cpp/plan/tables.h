@@ -90,7 +90,7 @@ struct ScoresRow {
 /// (see attention::KeyGroup).
 struct GroupRow {
   int64_t document;
-  int64_t scores;  // index into the table of scores
+  int64_t scores;                                  // index into the table of scores
   int64_t bidirectional_begin, bidirectional_end;  // the document's, in the table of bidirectional rows
   int64_t kv_head_begin, kv_head_end;
   int64_t kv_begin, kv_end;

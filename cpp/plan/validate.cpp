@@ -95,8 +95,8 @@ class Validator {
     }
     std::set<std::pair<int64_t, int64_t>> ranges;
     for (const auto& [document, range] : of_documents) {
-      check_plan(range.first < range.second ? ranges.insert(range).second : range.first == 0,
-                 "bidirectional rows ", range.first, " to ", range.second, " of document ", document);
+      check_plan(range.first < range.second ? ranges.insert(range).second : range.first == 0, "bidirectional rows ",
+                 range.first, " to ", range.second, " of document ", document);
     }
     int64_t next = 0;
     for (const auto& [begin, end] : ranges) {
@@ -261,7 +261,8 @@ class Validator {
       const DocumentMask mask = view_.mask_of(g);
       check_plan(index >= g.task_begin && index < g.task_end, "task ", index, " is not in its group");
       check_plan(t.q_begin >= 0 && t.q_end > t.q_begin && t.q_end <= g.kv_end && t.kv_begin >= g.kv_begin &&
-                     t.kv_end <= g.kv_end && t.kv_begin == mask.first_key(t.q_begin) && t.kv_end == mask.end_key(t.q_end - 1, g.kv_end),
+                     t.kv_end <= g.kv_end && t.kv_begin == mask.first_key(t.q_begin) &&
+                     t.kv_end == mask.end_key(t.q_end - 1, g.kv_end),
                  "task ", index, ": rows [", t.q_begin, ", ", t.q_end, ") see keys [", t.kv_begin, ", ", t.kv_end, ")");
       check_plan(index == g.task_begin || view_.tasks()[static_cast<size_t>(index) - 1].q_end <= t.q_begin, "task ",
                  index, " overlaps the one before");

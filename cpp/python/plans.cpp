@@ -176,7 +176,9 @@ void bind_plan(py::module_& m) {
       .def(
           "cost",
           [](const plan::CostModel& cost, int64_t mask_kind, int64_t window, int64_t length, int64_t q_begin,
-             int64_t q_end) { return cost.cost({length, {{static_cast<MaskKind>(mask_kind), window}, {}}}, q_begin, q_end); },
+             int64_t q_end) {
+            return cost.cost({length, {{static_cast<MaskKind>(mask_kind), window}, {}}}, q_begin, q_end);
+          },
           py::arg("mask_kind"), py::arg("window"), py::arg("length"), py::arg("q_begin"), py::arg("q_end"));
   using plan::PlanOptions;
   py::class_<PlanOptions>(m, "PlanOptions")

@@ -32,24 +32,68 @@ ScalarType scalar_type(DType dtype) {
                                     : ScalarType::BFloat16;
 }
 
-/// Groups of a problem with the same number of heads and the same scores, packed: their query rows one after another,
-/// and their keys likewise.
+/// Rows of tasks that one call of flash attention takes, packed one after another.
+struct Call {
+  struct Member {
+    const Task* task;
+    int64_t begin, end;  // rows of the task
+    int64_t q_row;
+  };
+  FlashOptions options;
+  std::vector<Member> members;
+  std::vector<LocalTask> tasks;
+  int64_t q_rows = 0;
+};
+
+/// Groups of a problem with the same number of heads and the same scores. Their keys are packed one after another.
 struct Pack {
   struct Group {
     const KeyGroup* group;
     int64_t kv_row;  // row of its first key
   };
-  struct Member {
-    const Task* task;
-    int64_t q_row;
-  };
   HeadShape heads;
-  FlashOptions options;
   std::vector<Group> groups;
-  std::vector<Member> members;
-  std::vector<LocalTask> tasks;
-  int64_t q_rows = 0, kv_rows = 0;
+  std::vector<Call> calls;
+  int64_t kv_rows = 0;
+
+  /// Adds document rows [begin, end) of a task of the last group, whose keys are not packed yet. They see [first_key,
+  /// end_key) as the options say.
+  void add(const FlashOptions& options, const Task& task, int64_t begin, int64_t end, int64_t first_key,
+           int64_t end_key) {
+    auto call = std::find_if(calls.begin(), calls.end(), [&](const Call& c) {
+      return c.options.mask == options.mask && c.options.keys_before == options.keys_before;
+    });
+    if (call == calls.end()) call = calls.insert(call, Call{.options = options});
+    const int64_t kv_row = kv_rows - groups.back().group->kv_begin, q_end = call->q_rows + end - begin;
+    call->tasks.push_back({call->q_rows, q_end, kv_row + first_key, kv_row + end_key});
+    call->members.push_back({&task, begin - task.q_begin, end - task.q_begin, call->q_rows});
+    call->q_rows = q_end;
+  }
 };
+
+/// Adds the rows of a task. Those that see each other besides are calls of their own, because flash attention knows
+/// nothing of them.
+void add_task(const DocumentMask& mask, float scale, const KeyGroup& group, const Task& t, Pack& pack) {
+  constexpr Mask kFull{MaskKind::kFull, 0};
+  const int64_t window = mask.mask.window;
+  const bool is_full = mask.mask.kind == MaskKind::kFull;
+  const BidirectionalRows *range = mask.ending_after(t.q_begin), *const last = mask.bidirectional.data() +
+                                                                               mask.bidirectional.size();
+  for (int64_t row = t.q_begin, end; row < t.q_end; row = end) {
+    while (range != last && range->end <= row) ++range;
+    const int64_t first_key = std::max(group.kv_begin, mask.first_key(row));
+    if (is_full || range == last || range->begin > row) {
+      end = is_full || range == last ? t.q_end : std::min(t.q_end, range->begin);
+      pack.add({mask.mask, scale}, t, row, end, first_key, mask.end_key(end - 1, group.kv_end));
+    } else if (window > 0 && row - window + 1 < range->begin) {  // the window begins before the range
+      end = std::min({t.q_end, range->end, range->begin + window - 1});
+      pack.add({mask.mask, scale, window - 1 + range->end - end}, t, row, end, first_key, range->end);
+    } else {
+      end = std::min(t.q_end, range->end);
+      pack.add({kFull, scale}, t, row, end, first_key, range->end);
+    }
+  }
+}
 
 /// Packs a problem's groups by their heads and scores, because one call of flash attention takes one number of heads,
 /// one mask and one scale.
@@ -57,21 +101,11 @@ std::vector<Pack> pack_groups(const Problem& p) {
   attention::check_scores(p);
   std::map<std::pair<int64_t, int64_t>, Pack> packs;
   for (const KeyGroup& g : p.groups) {
-    const attention::Scores& scores = p.scores_of(g);
-    const DocumentMask mask = p.mask_of(g);
     Pack& pack = packs[{g.kv_heads, g.scores}];
     pack.heads = p.heads.with_kv_heads(g.kv_heads);
-    pack.options = {mask.mask, scores.scale};
     pack.groups.push_back({&g, pack.kv_rows});
-    for (int64_t i = g.task_begin; i < g.task_end; ++i) {
-      const Task& t = p.tasks[static_cast<size_t>(i)];
-      const int64_t first_key = std::max(g.kv_begin, mask.first_key(t.q_begin));
-      const int64_t end_key = std::min(g.kv_end, mask.end_key(t.q_end - 1, g.kv_end));
-      pack.tasks.push_back({pack.q_rows, pack.q_rows + t.q_end - t.q_begin, pack.kv_rows + first_key - g.kv_begin,
-                            pack.kv_rows + end_key - g.kv_begin});
-      pack.members.push_back({&t, pack.q_rows});
-      pack.q_rows += t.q_end - t.q_begin;
-    }
+    for (int64_t i = g.task_begin; i < g.task_end; ++i)
+      add_task(p.mask_of(g), p.scores_of(g).scale, g, p.tasks[static_cast<size_t>(i)], pack);
     pack.kv_rows += g.kv_end - g.kv_begin;
   }
   std::vector<Pack> list;
@@ -165,11 +199,13 @@ class AtenBackend final : public runtime::Backend {
   void forward(const Problem& p, const Parallel&) override {
     for (const Pack& pack : pack_groups(p)) {
       const HeadShape& h = pack.heads;
-      const Tensor q = gather(pack, h.q_heads, h.dim, scalar_type(h.dtype), &Task::q);
       const auto [k, v] = gather_keys(pack);
-      const auto [out, lse] = flash_forward(q, k, v, pack.tasks, pack.options);
-      scatter(pack, out, &Task::out);
-      scatter(pack, torch::stable::unsqueeze(lse, 2), &Task::lse);
+      for (const Call& call : pack.calls) {
+        const Tensor q = gather(call, h.q_heads, h.dim, scalar_type(h.dtype), &Task::q);
+        const auto [out, lse] = flash_forward(q, k, v, call.tasks, call.options);
+        scatter(call, out, &Task::out);
+        scatter(call, torch::stable::unsqueeze(lse, 2), &Task::lse);
+      }
     }
   }
 
@@ -177,15 +213,25 @@ class AtenBackend final : public runtime::Backend {
     for (const Pack& pack : pack_groups(p)) {
       const HeadShape& h = pack.heads;
       const ScalarType type = scalar_type(h.dtype);
-      const Tensor q = gather(pack, h.q_heads, h.dim, type, &Task::q);
-      const Tensor dout = gather(pack, h.q_heads, h.v_dim, type, &Task::dout);
-      const Tensor lse = torch::stable::select(gather(pack, h.q_heads, 1, ScalarType::Float, &Task::lse), 2, 0);
-      const Tensor delta = gather(pack, h.q_heads, 1, ScalarType::Float, &Task::delta);
       const auto [k, v] = gather_keys(pack);
-      const auto [dq, dk, dv] =
-          flash_backward(dout, q, k, v, stand_in_for_out(dout, delta), lse, pack.tasks, pack.options);
-      scatter(pack, dq, &Task::dq);
-      scatter_key_gradients(pack, dk, dv);
+      Tensor all_dk, all_dv;
+      for (const Call& call : pack.calls) {
+        const Tensor q = gather(call, h.q_heads, h.dim, type, &Task::q);
+        const Tensor dout = gather(call, h.q_heads, h.v_dim, type, &Task::dout);
+        const Tensor lse = torch::stable::select(gather(call, h.q_heads, 1, ScalarType::Float, &Task::lse), 2, 0);
+        const Tensor delta = gather(call, h.q_heads, 1, ScalarType::Float, &Task::delta);
+        const auto [dq, dk, dv] =
+            flash_backward(dout, q, k, v, stand_in_for_out(dout, delta), lse, call.tasks, call.options);
+        scatter(call, dq, &Task::dq);
+        const bool is_first = &call == pack.calls.data();
+        const auto sum = [&](const Tensor& before, const Tensor& more) {
+          return is_first ? more
+                          : aten::add(aten::cast(before, ScalarType::Float), aten::cast(more, ScalarType::Float));
+        };
+        all_dk = sum(all_dk, dk);
+        all_dv = sum(all_dv, dv);
+      }
+      scatter_key_gradients(pack, all_dk, all_dv);
     }
   }
 
@@ -220,19 +266,19 @@ class AtenBackend final : public runtime::Backend {
     return view(v, n.num_rows, n.num_heads, n.head_bytes / 4, ScalarType::Float);
   }
 
-  Tensor gather(const Pack& pack, int64_t heads, int64_t dim, ScalarType type, RowView Task::* rows) const {
-    const Tensor packed = empty_rows(pack.q_rows, heads, dim, type);
-    for (const Pack::Member& m : pack.members) {
-      const int64_t n = m.task->q_end - m.task->q_begin;
-      aten::assign(aten::narrow_rows(packed, m.q_row, n), view(m.task->*rows, n, heads, dim, type));
+  Tensor gather(const Call& call, int64_t heads, int64_t dim, ScalarType type, RowView Task::* rows) const {
+    const Tensor packed = empty_rows(call.q_rows, heads, dim, type);
+    for (const Call::Member& m : call.members) {
+      const int64_t n = m.end - m.begin;
+      aten::assign(aten::narrow_rows(packed, m.q_row, n), view((m.task->*rows).from_row(m.begin), n, heads, dim, type));
     }
     return packed;
   }
 
-  void scatter(const Pack& pack, const Tensor& packed, RowView Task::* rows) const {
-    for (const Pack::Member& m : pack.members) {
-      const int64_t n = m.task->q_end - m.task->q_begin;
-      aten::assign(view(m.task->*rows, n, packed.size(1), packed.size(2), packed.scalar_type()),
+  void scatter(const Call& call, const Tensor& packed, RowView Task::* rows) const {
+    for (const Call::Member& m : call.members) {
+      const int64_t n = m.end - m.begin;
+      aten::assign(view((m.task->*rows).from_row(m.begin), n, packed.size(1), packed.size(2), packed.scalar_type()),
                    aten::narrow_rows(packed, m.q_row, n));
     }
   }

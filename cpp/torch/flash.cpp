@@ -57,7 +57,9 @@ struct Window {
   bool causal;
   std::optional<int64_t> left, right;
 };
-Window window_of(const Mask& mask) {
+Window window_of(const FlashOptions& options) {
+  const Mask& mask = options.mask;
+  if (options.keys_before) return {false, options.keys_before, std::nullopt};
   if (mask.kind == MaskKind::kFull) return {false, std::nullopt, std::nullopt};
   if (mask.window == 0) return {true, std::nullopt, std::nullopt};
   return {true, mask.window - 1, 0};
@@ -152,7 +154,7 @@ std::tuple<Tensor, Tensor> flash_forward(const Tensor& q_any, const Tensor& k_an
   const Tensor kv_begins = aten::vector_on_device_of<int32_t>(q, b.kv_begins);
   std::optional<Tensor> kv_lengths;
   if (!b.own_keys) kv_lengths = aten::vector_on_device_of<int32_t>(q, b.kv_lengths);
-  const Window window = window_of(options.mask);
+  const Window window = window_of(options);
   const aten::Stack results = aten::call("aten::_flash_attention_forward", "", q, k, v, std::optional(q_ends),
                                          std::optional(kv_begins), b.max_q, b.max_kv, 0.0, window.causal, false,
                                          std::optional<double>(scale), window.left, window.right, kv_lengths);
@@ -193,7 +195,7 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& dout_any, const 
   for (const int32_t length : b.kv_lengths) kv_ends.push_back(kv_ends.back() + length);
   const int64_t of_dropout[] = {2};  // there is no dropout
   const Tensor unused = torch::stable::new_empty(q, of_dropout, ScalarType::UInt64);
-  const Window window = window_of(options.mask);
+  const Window window = window_of(options);
   const aten::Stack results =
       aten::call("aten::_flash_attention_backward", "", torch::stable::contiguous(of_queries(dout_any)), q, k, v,
                  torch::stable::contiguous(of_queries(out_any)), lse, aten::vector_on_device_of<int32_t>(q, b.q_ends),

@@ -65,7 +65,9 @@ DISTCA_INLINE ForwardTile forward_tile(const KernelParams& p, const WorkItem& it
   const GroupEntry& group = p.groups[item.group];
   const GroupMask mask = p.mask_of(group);
   const RowRange keys = visible_keys(mask, rows, group);
-  return {rows, keys, keys_of_all(mask, rows, group), keys.begin / Config::kKeys, ceil_div(keys.end, Config::kKeys), group.scores};
+  return {
+      rows,        keys, keys_of_all(mask, rows, group), keys.begin / Config::kKeys, ceil_div(keys.end, Config::kKeys),
+      group.scores};
 }
 
 template <class Config>

@@ -15,7 +15,7 @@ import torch
 
 import distca
 from support import flash_on_cpu
-from support.batches import LAYOUTS, random_batch, random_tasks, rows_of_rank, scattered, spill
+from support.batches import LAYOUTS, random_batch, random_ranges, random_tasks, rows_of_rank, scattered, spill
 from support.gpus import no_gpu
 from support.groups import compute, loopback_group, on_all_ranks, run_step, together
 from support.oracle import ErrorPool, oracle, torch_attention
@@ -65,6 +65,21 @@ def test_masks_are_as_exact_as_pytorch(flash: dict[str, str], mask: str, window:
         batch, layout = random_batch(LENGTHS, BF16, seed), scattered(LENGTHS, 3, seed)
         plan = distca.plan(layout, BF16, mask=mask, window=window, tasks=random_tasks(layout, BF16.kv, seed))
         pool.add(compute(batch, plan, **flash), torch_attention(batch, mask, window), oracle(batch, None, mask, window))
+    pool.check(1.5)
+
+
+@pytest.mark.parametrize("window", [None, 1, 20, 100])
+def test_rows_that_see_each_other_are_as_exact_as_pytorch(flash: dict[str, str], window: int | None) -> None:
+    pool = ErrorPool(BF16.dtype)
+    for seed in range(-(-10_000 // (sum(LENGTHS) * BF16.q))):
+        batch, ranges = random_batch(LENGTHS, BF16, seed), random_ranges(LENGTHS, seed)
+        layout = scattered(LENGTHS, 3, seed).with_bidirectional(ranges)
+        plan = distca.plan(layout, BF16, window=window, tasks=random_tasks(layout, BF16.kv, seed))
+        pool.add(
+            compute(batch, plan, **flash),
+            torch_attention(batch, window=window, bidirectional=ranges),
+            oracle(batch, window=window, bidirectional=ranges),
+        )
     pool.check(1.5)
 
 

@@ -103,7 +103,8 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "rows that see each other end too early for a task": (
         lambda s: _first(
-            s.bidirectional, _number("Bidirectional"), "end", lambda b: b.end - 1, lambda b: b.begin == 0
+            s.bidirectional, _number("Bidirectional"), "end", lambda b: b.end - 1,
+            lambda b: any(t.q_begin < t.q_end < t.kv_end == b.end for t in s.tasks),
         ),
         r"task \d+: rows \[\d+, \d+\) see keys",
     ),
@@ -150,7 +151,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
         lambda s: _first(
             s.sends[FORWARD], _number("Send"), "row", lambda g: g.row + 1, lambda g: TENSORS[g.tensor] == "q"
         ),
-        "queries that are sent are not those whose outputs come home|which are not of one segment|rows from row \\d+ on, of",
+        "queries that are sent are not those whose outputs come home|which are not of one segment|from row \\d+ on, of",
     ),
     "keys leave without their values": (
         lambda s: _first(

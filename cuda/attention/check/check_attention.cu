@@ -165,7 +165,7 @@ struct Setup {
   Mask mask;
   int length;
   float softcap;
-  bool compare;  // with the naive kernels; long ones are only timed
+  bool compare;   // with the naive kernels; long ones are only timed
   int image = 0;  // see Shape
 
   std::vector<BidirectionalRows> bidirectional() const {
