@@ -62,8 +62,8 @@ struct KeyGradRun {
 struct KeyGroup {
   int64_t kv_heads = 0;
   int64_t scores = 0;  // index into the problem's scores
-  /// Rows of the document that see each other, whatever the mask of the scores says: ascending and disjoint. It has all
-  /// that have rows among those of the group's tasks or keys.
+  /// Rows of the document that see each other besides (DocumentMask): ascending and disjoint. It has all that have rows
+  /// among those of the group's tasks or keys.
   std::span<const BidirectionalRows> bidirectional;
   /// Document rows that are present.
   int64_t kv_begin = 0;

@@ -209,7 +209,11 @@ class SeenRanges {
     const bool is_full = mask.mask.kind == MaskKind::kFull;
     set_ascending(mask.mask.window > 0 ? row - mask.mask.window + 1 - key : -kFar, num_keys, from_);
     set_ascending(is_full ? kFar : row + 1 - key, num_keys, upto_);
-    widen(mask, row, n, key, num_keys);
+    for_each_range(mask, row, n, [&](const BidirectionalRows& range, int64_t i) {
+      const auto end = static_cast<int32_t>(std::clamp<int64_t>(range.end - key, 0, num_keys));
+      upto_[i] = std::max(upto_[i], end);
+    });
+    repeat_last(n);
   }
   /// Which of `num_rows` query rows, from `row` on, see each of `n` keys, from `key` on.
   void set_rows(const DocumentMask& mask, int64_t key, int64_t n, int64_t row, int64_t num_rows) {
@@ -218,7 +222,11 @@ class SeenRanges {
     const bool is_full = mask.mask.kind == MaskKind::kFull;
     set_ascending(is_full ? -kFar : key - row, num_rows, from_);
     set_ascending(mask.mask.window > 0 ? key + mask.mask.window - row : kFar, num_rows, upto_);
-    widen(mask, key, n, row, num_rows);
+    for_each_range(mask, key, n, [&](const BidirectionalRows& range, int64_t i) {
+      const auto begin = static_cast<int32_t>(std::clamp<int64_t>(range.begin - row, 0, num_rows));
+      from_[i] = std::min(from_[i], begin);
+    });
+    repeat_last(n);
   }
   Visible visible() const { return {from_, upto_}; }
 
@@ -238,18 +246,14 @@ class SeenRanges {
     const auto at = static_cast<int32_t>(std::clamp(first, -kFar, kFar)), most = static_cast<int32_t>(limit);
     for (int32_t i = 0; i < kMost; ++i) ends[i] = std::clamp(at + i, 0, most);
   }
-  /// Rows that see each other do so from either side: `first` is the first one of the rows or keys whose ranges these
-  /// are, `other` the first one of [0, limit).
-  void widen(const DocumentMask& mask, int64_t first, int64_t n, int64_t other, int64_t limit) {
+  /// Calls widen(range, i) for each of `n` rows, or keys, first + i that are in a range of bidirectional rows.
+  template <class Widen>
+  static void for_each_range(const DocumentMask& mask, int64_t first, int64_t n, const Widen& widen) {
     const BidirectionalRows* const end = mask.bidirectional.data() + mask.bidirectional.size();
-    for (const BidirectionalRows* b = mask.ending_after(first); b != end && b->begin < first + n; ++b) {
-      const auto from = static_cast<int32_t>(std::clamp<int64_t>(b->begin - other, 0, limit));
-      const auto upto = static_cast<int32_t>(std::clamp<int64_t>(b->end - other, 0, limit));
-      for (int64_t i = std::max<int64_t>(b->begin - first, 0); i < std::min(b->end - first, n); ++i) {
-        from_[i] = std::min(from_[i], from);
-        upto_[i] = std::max(upto_[i], upto);
-      }
-    }
+    for (const BidirectionalRows* b = mask.ending_after(first); b != end && b->begin < first + n; ++b)
+      for (int64_t i = std::max<int64_t>(b->begin - first, 0); i < std::min(b->end - first, n); ++i) widen(*b, i);
+  }
+  void repeat_last(int64_t n) {
     std::fill(from_ + n, from_ + kMost, from_[n - 1]);
     std::fill(upto_ + n, upto_ + kMost, upto_[n - 1]);
   }

@@ -22,7 +22,7 @@ struct Mask {
   constexpr bool is_possible() const { return window >= 0 && (window == 0 || kind == MaskKind::kCausal); }
 };
 
-/// Rows [begin, end) of a document that see each other, whatever its mask says: a prefix, or the tokens of an image.
+/// Rows [begin, end) of a document that see those after them up to `end`, too: a prefix, or the tokens of an image.
 struct BidirectionalRows {
   int64_t begin = 0;
   int64_t end = 0;
@@ -30,8 +30,9 @@ struct BidirectionalRows {
   bool operator==(const BidirectionalRows&) const = default;
 };
 
-/// The mask of one document: a Mask, and rows that see each other besides. The keys that a row sees are one range, and
-/// so are the rows that see a key. Both ends of these ranges never fall from one row, or key, to the next.
+/// The mask of one document: a Mask, and rows that see each other besides as far as a window reaches. The keys that a
+/// row sees are one range, and so are the rows that see a key. Both ends of these ranges never fall from one row, or
+/// key, to the next.
 struct DocumentMask {
   Mask mask;
   std::span<const BidirectionalRows> bidirectional;  // ascending and disjoint
@@ -53,9 +54,7 @@ struct DocumentMask {
 
   // The keys [first_key, end_key) that a row sees.
   constexpr int64_t first_key(int64_t row) const {
-    if (mask.kind == MaskKind::kFull || mask.window == 0 || row < mask.window) return 0;
-    const BidirectionalRows* const own = rows_with(row);
-    return own == nullptr ? row - mask.window + 1 : std::min(row - mask.window + 1, own->begin);
+    return mask.kind == MaskKind::kFull || mask.window == 0 || row < mask.window ? 0 : row - mask.window + 1;
   }
   constexpr int64_t end_key(int64_t row, int64_t length) const {
     if (mask.kind == MaskKind::kFull) return length;
@@ -69,9 +68,7 @@ struct DocumentMask {
     return own == nullptr ? key : own->begin;
   }
   constexpr int64_t end_row(int64_t key, int64_t length) const {
-    if (mask.kind == MaskKind::kFull || mask.window == 0) return length;
-    const BidirectionalRows* const own = rows_with(key);
-    return std::min(length, own == nullptr ? key + mask.window : std::max(key + mask.window, own->end));
+    return mask.kind == MaskKind::kFull || mask.window == 0 ? length : std::min(length, key + mask.window);
   }
 
  private:

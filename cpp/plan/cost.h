@@ -32,14 +32,11 @@ struct Document {
 constexpr int64_t bidirectional_pairs(const DocumentMask& mask, int64_t q_begin, int64_t q_end) {
   if (mask.bidirectional.empty() || mask.mask.kind == MaskKind::kFull) return 0;
   const auto sum_below = [](int64_t n) { return n <= 0 ? 0 : n % 2 == 0 ? n / 2 * (n - 1) : (n - 1) / 2 * n; };
-  const int64_t window = mask.mask.window;
   const BidirectionalRows* const last = mask.bidirectional.data() + mask.bidirectional.size();
   int64_t pairs = 0;
   for (const BidirectionalRows* b = mask.ending_after(q_begin); b != last && b->begin < q_end; ++b) {
     const int64_t from = q_begin > b->begin ? q_begin : b->begin, upto = q_end < b->end ? q_end : b->end;
     pairs += sum_below(b->end - from) - sum_below(b->end - upto);  // row i sees b->end - 1 - i keys after itself
-    // From row b->begin + window on, keys lie between the first one and the window.
-    if (window > 0) pairs += sum_below(upto - b->begin - window + 1) - sum_below(from - b->begin - window + 1);
   }
   return pairs;
 }

@@ -85,12 +85,11 @@ void add_task(const DocumentMask& mask, float scale, const KeyGroup& group, cons
     if (is_full || range == last || range->begin > row) {
       end = is_full || range == last ? t.q_end : std::min(t.q_end, range->begin);
       pack.add({mask.mask, scale}, t, row, end, first_key, mask.end_key(end - 1, group.kv_end));
-    } else if (window > 0 && row - window + 1 < range->begin) {  // the window begins before the range
-      end = std::min({t.q_end, range->end, range->begin + window - 1});
-      pack.add({mask.mask, scale, window - 1 + range->end - end}, t, row, end, first_key, range->end);
     } else {
       end = std::min(t.q_end, range->end);
-      pack.add({kFull, scale}, t, row, end, first_key, range->end);
+      const FlashOptions options = window == 0 ? FlashOptions{kFull, scale}
+                                               : FlashOptions{mask.mask, scale, window - 1 + range->end - end};
+      pack.add(options, t, row, end, first_key, range->end);
     }
   }
 }

@@ -111,14 +111,12 @@ struct TileMask {
 /// A DocumentMask with 32-bit rows.
 struct GroupMask {
   TileMask mask;
-  const RowRange* ranges;  // rows that see each other besides, ascending and disjoint
+  const RowRange* ranges;  // of bidirectional rows, ascending and disjoint
   int num_ranges;
 
   // The keys [first_key, end_key) that a row sees.
   DISTCA_INLINE int first_key(int row) const {
-    if (mask.window == 0) return 0;
-    const int first = maximum(0, row - mask.window + 1);
-    return num_ranges == 0 ? first : minimum(first, range_of(row).begin);
+    return mask.window == 0 ? 0 : maximum(0, row - mask.window + 1);
   }
   DISTCA_INLINE int end_key(int row, int kv_end) const {
     if (mask.full) return kv_end;
@@ -130,9 +128,7 @@ struct GroupMask {
     return num_ranges == 0 ? key : range_of(key).begin;
   }
   DISTCA_INLINE int end_row(int key, int length) const {
-    if (mask.window == 0) return length;
-    const int last = key < length - mask.window ? key + mask.window : length;
-    return num_ranges == 0 ? last : minimum(length, maximum(last, range_of(key).end));
+    return mask.window == 0 || key >= length - mask.window ? length : key + mask.window;
   }
 
  private:

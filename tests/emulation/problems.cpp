@@ -42,7 +42,7 @@ bool sees(const Case& c, int64_t row, int64_t key) {
   const Mask& mask = c.scores.mask;
   if (mask.kind == MaskKind::kFull) return true;
   for (const auto& [begin, end] : c.bidirectional)
-    if (begin <= row && row < end && begin <= key && key < end) return true;
+    if (begin <= row && row < key && key < end) return true;
   return key <= row && (mask.window == 0 || key > row - mask.window);
 }
 

@@ -39,13 +39,13 @@ def _with_gradients(
 
 def visible(length: int, mask: str = "causal", window: int | None = None, bidirectional: Ranges = ()) -> torch.Tensor:
     """Boolean [length, length]: the keys that each row of a document sees. If "chunked", a chunk has `window` rows.
-    Rows of each range of `bidirectional` see each other besides.
+    Rows of each range of `bidirectional` see those after them in it, too.
     """
     row, key = torch.arange(length)[:, None], torch.arange(length)[None, :]
     if bidirectional:
         seen = visible(length, mask, window)
         for begin, end in bidirectional:
-            seen[begin:end, begin:end] = True
+            seen[begin:end, begin:end] |= torch.ones(end - begin, end - begin, dtype=torch.bool).triu()
         return seen
     if mask == "full":
         return torch.ones(length, length, dtype=torch.bool)

@@ -332,8 +332,6 @@ def keys_of_rows(plan: distca.Plan, document: int, begin: int, end: int) -> tupl
         return 0, plan.layout.document_lengths[document]
     first, last = (max(0, begin - plan.window + 1) if plan.window else 0), end
     for range_begin, range_end in plan.layout.bidirectional.get(document, ()):
-        if range_begin <= begin < range_end:
-            first = min(first, range_begin)
         if range_begin <= end - 1 < range_end:
             last = max(last, range_end)
     return first, last

@@ -63,8 +63,8 @@ struct Shape {
 
   __device__ bool sees(int row, int key) const {
     const bool same = row / kImageStep == key / kImageStep;
-    return full != 0 || (key <= row && (window == 0 || key > row - window)) ||
-           (same && row % kImageStep < image && key % kImageStep < image);
+    const bool image_sees = same && row % kImageStep < image && key % kImageStep < image;
+    return full != 0 || ((key <= row || image_sees) && (window == 0 || key > row - window));
   }
   __device__ float score(const float* q, const float* k, float* slope) const {
     float s = 0.f;

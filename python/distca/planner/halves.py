@@ -127,7 +127,7 @@ def halves(layout: Layout, *, window: Window = None, idle_rows: int = 0, multipl
                 tokens[document][rank] += end - begin
     bidirectional = layout.bidirectional
     pairs = [
-        _visible_pairs(length, window) + sum(_pairs_besides(end - begin, window) for begin, end in ranges)
+        _visible_pairs(length, window) + sum((end - begin) * (end - begin - 1) // 2 for begin, end in ranges)
         for length, ranges in ((length, bidirectional.get(document, ())) for document, length in enumerate(lengths))
     ]
     second = _deal(pairs, tokens, layout.num_ranks)
@@ -141,12 +141,6 @@ def _visible_pairs(length: int, window: Window) -> int:
         return chunks * _visible_pairs(window.rows, None) + _visible_pairs(rest, None)
     seen = min(length, window or length)
     return seen * (seen + 1) // 2 + (length - seen) * seen
-
-
-def _pairs_besides(rows: int, window: Window) -> int:
-    """How many more pairs of rows and keys are visible because so many rows see each other."""
-    hidden = 0 if window is None or isinstance(window, Chunk) else max(rows - window, 0)
-    return rows * (rows - 1) // 2 + hidden * (hidden + 1) // 2
 
 
 def _half(layout: Layout, taken: list[bool], idle_rows: int, multiple_of: int) -> Half:

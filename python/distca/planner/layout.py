@@ -254,13 +254,13 @@ class Layout:
     def with_bidirectional(self, rows: Mapping[int, Iterable[tuple[int, int]]]) -> Layout:
         """The same rows, some of which also see the rows after them: a prefix, or the tokens of an image.
 
-        Under the causal mask, with or without a window, each row of ``[begin, end)`` sees what the mask lets it see and
-        all of ``[begin, end)``. Other rows see what they saw. This is the mask of prefix language models (arXiv
-        1910.10683), of PaliGemma (arXiv 2407.07726) and of Gemma 3 with images. The full mask lets all rows see each
-        other anyway.
+        Under the causal mask each row of ``[begin, end)`` sees what the mask lets it see, and all rows after it up to
+        ``end``. Without a window these rows see each other; a window still hides keys that lie further back. Other rows
+        see what they saw. This is the mask of prefix language models (arXiv 1910.10683), of PaliGemma (arXiv
+        2407.07726), and of Gemma 3 and 4 with images. The full mask lets all rows see each other anyway.
 
         Args:
-            rows: for each document that has any, ranges ``(begin, end)`` of its rows that see each other. Ranges of a
+            rows: for each document that has any, ranges ``(begin, end)`` of such rows. Ranges of a
                 document do not overlap; two that touch stay two. They may go over the borders of ranks. They take the
                 place of those that this layout has.
 
