@@ -112,6 +112,8 @@ def test_wrong_arguments_are_refused() -> None:
     for way in ("layout", "segments"):
         with pytest.raises(distca.InvalidArgumentError, match="continues= needs lengths="):
             distca.PlanAhead([], heads=HEADS, continues=bool, **{way: _layout})
+    with pytest.raises(distca.InvalidArgumentError, match="bidirectional= needs lengths= or segments="):
+        distca.PlanAhead([], heads=HEADS, layout=_layout, bidirectional=list)
     closed = distca.PlanAhead([], heads=HEADS, layout=_layout)
     closed.close()
     closed.close()
@@ -201,6 +203,22 @@ def _cut_by_both(context: int | None) -> list[tuple[list[list[tuple[int, int, in
         return [(_segments(plan), plan.rank) for _, plan in steps]
 
 
+def _bidirectional() -> list[dict[int, list[tuple[int, int]]]]:
+    """Rows that see each other, told beside lengths, and beside segments by any rank of a document, or by both."""
+    rank, found = dist.get_rank(), []
+    lengths = [[[3, 4], [2]], [[5], [1, 6], [7]]][rank]
+    ranges = {(3, 4): [(1, 0, 2), (0, 1, 3)], (1, 6): [(1, 2, 5), (1, 0, 2)]}
+    with distca.PlanAhead(
+        lengths, heads=HEADS, lengths=list, bidirectional=lambda batch: ranges.get(tuple(batch), ())
+    ) as steps:
+        found += [plan.layout.bidirectional for _, plan in steps]
+    segments = [[(7, 0, 4), (9, 0, 5)], [(7, 4, 10)]][rank]
+    told = [[(7, 2, 6), (9, 0, 1)], [(7, 2, 6), (7, 8, 10)]][rank]
+    with distca.PlanAhead([segments], heads=HEADS, segments=list, bidirectional=lambda _: told) as steps:
+        found += [plan.layout.bidirectional for _, plan in steps]
+    return found
+
+
 #: The lengths of each step's documents.
 HEAD_TAIL = [[9, 2, 5], [4], [1]]
 
@@ -269,6 +287,10 @@ def _cases() -> dict[str, object]:
         cases["failing loader"] = _error_of(steps)
     with distca.PlanAhead([[4], [0] if dist.get_rank() == 1 else [4]], heads=HEADS, lengths=list) as steps:
         cases["wrong length"] = _error_of(steps)
+    cases["bidirectional"] = _bidirectional()
+    if_first = [(0, 0, 2)] if dist.get_rank() == 0 else [(1, 0, 2)]
+    with distca.PlanAhead([[4]], heads=HEADS, lengths=list, bidirectional=lambda _: if_first) as steps:
+        cases["rows of no document"] = _error_of(steps)
     told = [[(0, 0, 2)], [(0, 1, 4)]][dist.get_rank()]
     with distca.PlanAhead([told], heads=HEADS, segments=list) as steps:
         cases["rows given twice"] = _error_of(steps)
@@ -318,6 +340,19 @@ def test_documents_may_be_cut_in_any_way(two_ranks, case: str, context: int | No
             layout, last = _head_tail(lengths, context), len(lengths) - 1  # the ranks count documents down from 100
             assert found == [[(last - d, b, e) for d, b, e in layout.segments(rank)] for rank in range(2)]
         assert steps[2:] == [([[(-1, 0, 2)], [(0, 0, 1)]], rank)]
+
+
+def test_ranks_tell_which_rows_see_each_other(two_ranks) -> None:
+    for results in two_ranks:
+        assert results["bidirectional"] == [
+            {0: [(1, 3)], 1: [(0, 2)]},
+            {2: [(0, 2), (2, 5)]},
+            {},
+            {0: [(2, 6), (8, 10)], 1: [(0, 1)]},
+        ]
+        steps, error = results["rows of no document"]
+        assert steps == 0
+        assert "rank 1 tells bidirectional rows [0, 2) of document 1; [0] are those that it may speak of" in error
 
 
 def test_rows_that_two_ranks_hold_are_refused_on_both(two_ranks) -> None:

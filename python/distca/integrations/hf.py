@@ -43,6 +43,7 @@ from distca.current import current
 from distca.errors import refusals_told
 from distca.integrations.hf_batches import PlanInputs as PlanInputs
 from distca.integrations.hf_batches import plan_inputs as plan_inputs
+from distca.integrations.hf_bidirectional import makes_blocks
 from distca.integrations.hf_forward import check_plan_not_needed, count_call, refuse_other_plan
 from distca.integrations.hf_masks import DeferredMask, distca_mask
 from distca.integrations.hf_models import NAME as NAME
@@ -254,20 +255,25 @@ def _checked_plan(
 ) -> Plan | PlanSource:
     """The layer's plan, or what finds it. Raises InvalidArgumentError if it lacks what the layer asks for."""
     found = _plan_of_layer(plan, _window_of(module, attention_mask, kwargs))
-    _check_call(module, query, key, found, dropout, kwargs)
-    _check_mask(attention_mask)
-    return plan if isinstance(plan, PlanSource) else found
-
-
-def _check_call(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, plan: Plan, dropout: float, kwargs: dict[str, Any]
-) -> None:
-    batch, _, num_rows, _ = query.shape
+    compared = (
+        attention_mask if not torch.compiler.is_compiling() and isinstance(attention_mask, DeferredMask) else None
+    )
     refuse(
-        not _is_causal(module, kwargs),
+        not _is_causal(module, kwargs) and (compared is None or not compared.has_blocks()),
         "this layer is not causal; only causal attention is supported yet. Beside an encoder of images or sound, say "
         'which part is for distca: attn_implementation={"text_config": "distca", "vision_config": "sdpa"}',
     )
+    _check_call(query, key, found, dropout, kwargs)
+    _check_mask(attention_mask)
+    if compared is not None:
+        layout, rank = plan.rows() if isinstance(plan, PlanSource) else (found.layout, found.rank)
+        differs = compared.difference(layout, rank, found.window, not makes_blocks(module))
+        refuse(differs is not None, str(differs))
+    return plan if isinstance(plan, PlanSource) else found
+
+
+def _check_call(query: torch.Tensor, key: torch.Tensor, plan: Plan, dropout: float, kwargs: dict[str, Any]) -> None:
+    batch, _, num_rows, _ = query.shape
     refuse(
         batch != 1,
         f"batch size is {batch}, must be 1: pack the documents of this rank one after the other into one row, "

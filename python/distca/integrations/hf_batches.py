@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 
 from distca.errors import InvalidArgumentError
+from distca.integrations.hf_bidirectional import bidirectional_rows, in_sliding_layers_alone
 from distca.integrations.hf_models import refuse, windows_of
 from distca.integrations.hf_ping_pong import InHalves, plan_halves
 from distca.planner.exchange import gathered_lengths
-from distca.planner.layout import Layout
 from distca.planner.planning import plans
+from distca.planner.telling import TellsBidirectional, TellsLengths
 from distca.registry import get_context
 
 
@@ -74,12 +75,24 @@ def plan_inputs(
             "because the ranks exchange lengths over the default group: call distca.init in each process, once "
             "torch.distributed is initialised, and without group="
         )
-    of_ranks = gathered_lengths(lambda: _packed_lengths(inputs.get("position_ids")), context.num_ranks)
+    told = gathered_lengths(lambda: _told(model.config, inputs), context.num_ranks)
+    layout = _TELLING.layout(told, [0] * len(told))
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # what PEFT goes around
     make = plan_halves if isinstance(base, InHalves) else plans
-    options = {"context": context} | plan_options
-    made = make(Layout.from_documents(of_ranks), context.heads, windows=windows_of(model.config), **options)
-    return {**inputs, "plan": made, "distca_context": distca_context}
+    windows, options = windows_of(model.config), {"context": context} | plan_options
+    if in_sliding_layers_alone(model.config):
+        options["bidirectional_windows"] = [window for window in windows if window is not None]
+    return {**inputs, "plan": make(layout, context.heads, windows=windows, **options), "distca_context": distca_context}
+
+
+#: How a rank's numbers become a layout; what it tells is found by `_told`.
+_TELLING = TellsBidirectional("plan_inputs", TellsLengths("plan_inputs", list), list)
+
+
+def _told(config: Any, inputs: Mapping[str, Any]) -> list[int]:
+    lengths = _packed_lengths(inputs.get("position_ids"))
+    ranges = bidirectional_rows(config, inputs, lengths)
+    return [len(ranges) // 3, *ranges, *lengths]
 
 
 def _packed_lengths(position_ids: Any) -> list[int]:

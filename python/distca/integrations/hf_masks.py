@@ -10,7 +10,9 @@ from torch.overrides import TorchFunctionMode
 from transformers.masking_utils import sdpa_mask
 
 from distca.errors import InvalidArgumentError
+from distca.integrations.hf_bidirectional import AskedMask, difference
 from distca.integrations.hf_models import NAME
+from distca.planner.layout import Layout
 
 
 class _Unions(TorchFunctionMode):
@@ -39,6 +41,8 @@ class DeferredMask:
         self._built = False
         self._objection: str | None = None
         self._examined = False
+        self._asked: AskedMask | None = None
+        self._compared: dict[tuple[Any, ...], str | None] = {}
 
     def build(self) -> torch.Tensor | None:
         """The boolean mask [1, 1, q, kv] for SDPA, or None if SDPA's own causal flag says the same."""
@@ -54,6 +58,21 @@ class DeferredMask:
             self._objection, self._examined = self._examine(), True
         return self._objection
 
+    def has_blocks(self) -> bool:
+        """Whether it is a causal mask with blocks. The layer's own word on causality then does not count."""
+        asked = self._asked_mask()
+        return asked.is_known and asked.blocks is not None
+
+    def difference(self, layout: Layout, rank: int, window: int | None, may_ask_none: bool) -> str | None:
+        """In what the mask differs from what a layout says of rows that see those after them; None if it does not."""
+        asked = self._asked_mask()
+        if asked.blocks is None and not layout.bidirectional:
+            return None
+        key = (id(layout), rank, window, may_ask_none)
+        if key not in self._compared:
+            self._compared[key] = difference(asked, layout, rank, window, may_ask_none)
+        return self._compared[key]
+
     def _examine(self) -> str | None:
         padding: torch.Tensor | None = self._request.get("attention_mask")
         if padding is not None and (torch.compiler.is_compiling() or not bool(padding.all())):
@@ -61,18 +80,28 @@ class DeferredMask:
                 "attention_mask marks padding, which would be dropped silently: pass no attention_mask; "
                 "padding rows belong in the plan's layout, as segments of document -1"
             )
-        if self._request.get("use_vmap"):
-            return "the model lays a mask of its own (or_mask_function or and_mask_function) over the causal one"
+        own = "the model lays a mask of its own (or_mask_function or and_mask_function) over the causal one"
         if torch.compiler.is_compiling():
+            if self._request.get("use_vmap"):
+                return own
             # A graph cannot ask for values. Without vmap, transformers adds nothing but blocks to the causal mask.
             if self._is_union():
                 return (
                     "the model may ask for a mask that is not causal (blocks of a prefix or an image), which a graph "
                     "cannot see: call it without torch.compile"
                 )
-        elif self._sees_future():
+            return None
+        asked = self._asked_mask()
+        if self._request.get("use_vmap") and not asked.is_known:
+            return own
+        if not self.has_blocks() and self._sees_future():
             return "the model asks for a mask that is not causal"
         return None
+
+    def _asked_mask(self) -> AskedMask:
+        if self._asked is None:
+            self._asked = AskedMask(self._request["mask_function"])
+        return self._asked
 
     def _sees_future(self) -> bool:
         """Whether any row may see the row after it, as in bidirectional models and blocks of image tokens."""
@@ -106,6 +135,12 @@ class DeferredMask:
         _refuse_mask(f"asks for .{name}")
 
     ndim = 4  # that a mask was made already is what transformers sees by this
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """That of the mask. A model inside another one asks for it, and then for a mask again (`distca_mask`)."""
+        request = self._request
+        return request["batch_size"], 1, request["q_length"], request["kv_length"]
 
     @property
     def local_size(self) -> int | None:

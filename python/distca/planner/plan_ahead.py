@@ -15,7 +15,7 @@ from distca.planner.exchange import ENDED, Exchange, GatheredSteps, Steps
 from distca.planner.layout import Layout, Window
 from distca.planner.plan import Plan, Plans
 from distca.planner.planning import plan, plans
-from distca.planner.telling import Continues, Lengths, Segments, Telling, telling
+from distca.planner.telling import Bidirectional, Continues, Lengths, Segments, Telling, telling
 
 Batch = TypeVar("Batch")
 Planned = TypeVar("Planned", bound=Plan | Plans)
@@ -38,6 +38,11 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
       the same document of a step call it by the same number, and no other document of the step has it. Numbers may have
       gaps. Document -1 is padding. The ranks exchange their segments like lengths.
 
+    With `lengths` and `segments`, `bidirectional(batch) -> list[(document, begin, end)]` says which rows see those
+    after them, too (`Layout.with_bidirectional`): a prefix, or the tokens of an image. Rows count from the first one of
+    the document. With `lengths` a rank numbers its documents from 0; of one that continues it tells no such rows. With
+    `segments` it calls them as they do; of a document on several ranks any of these tells them, or several do.
+
     With `lengths` and `segments` loaders may end at different steps: a rank whose loader has ended gets `(None, plan)`,
     in which it has no rows, until all loaders have ended. `idle_rows` gives it rows of padding instead, for models that
     cannot take an empty tensor.
@@ -54,7 +59,7 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
 
     Raises:
         InvalidArgumentError: not exactly one of `layout`, `lengths` and `segments` is given, `continues` without
-            `lengths`, or `idle_rows` is negative.
+            `lengths`, `bidirectional` with `layout`, or `idle_rows` is negative.
     """
 
     @overload
@@ -67,6 +72,7 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
         lengths: Lengths | None = None,
         continues: Continues = None,
         segments: Segments | None = None,
+        bidirectional: Bidirectional = None,
         group: dist.ProcessGroup | None = None,
         rank: int | None = None,
         idle_rows: int = 0,
@@ -84,6 +90,7 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
         lengths: Lengths | None = None,
         continues: Continues = None,
         segments: Segments | None = None,
+        bidirectional: Bidirectional = None,
         group: dist.ProcessGroup | None = None,
         rank: int | None = None,
         idle_rows: int = 0,
@@ -100,6 +107,7 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
         lengths: Lengths | None = None,
         continues: Continues = None,
         segments: Segments | None = None,
+        bidirectional: Bidirectional = None,
         group: dist.ProcessGroup | None = None,
         rank: int | None = None,
         idle_rows: int = 0,
@@ -108,6 +116,8 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
     ) -> None:
         if sum(given is not None for given in (layout, lengths, segments)) != 1:
             raise InvalidArgumentError("PlanAhead: give exactly one of layout=, lengths= and segments=")
+        if bidirectional is not None and layout is not None:
+            raise InvalidArgumentError("PlanAhead: bidirectional= needs lengths= or segments=; a layout says it itself")
         if continues is not None and lengths is None:
             raise InvalidArgumentError("PlanAhead: continues= needs lengths=; the others say it by themselves")
         if idle_rows < 0:
@@ -115,7 +125,9 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
         if rank is None and plan_options.get("context") is None and dist.is_initialized():
             rank = dist.get_rank(group)
         self._loader, self._layout, self._idle_rows = loader, layout, idle_rows
-        self._telling = None if layout is not None else telling("PlanAhead", lengths, continues, segments)
+        self._telling = (
+            None if layout is not None else telling("PlanAhead", lengths, continues, segments, bidirectional)
+        )
         make: Callable[[Layout], Plan | Plans] = (
             functools.partial(plan, heads=heads, rank=rank, **plan_options)
             if windows is None

@@ -243,12 +243,21 @@ def _retain_bytes(asked: int | Sequence[int], num_ranks: int) -> list[int]:
     return of_ranks
 
 
-def plans(layout: Layout, heads: Heads, *, windows: Iterable[Window], **options: Any) -> Plans:
+def plans(
+    layout: Layout,
+    heads: Heads,
+    *,
+    windows: Iterable[Window],
+    bidirectional_windows: Iterable[Window] | None = None,
+    **options: Any,
+) -> Plans:
     """One plan for each window, for a model whose layers differ in their window (Gemma, gpt-oss, Llama 4).
 
     Args:
         layout, heads: as in `plan`.
         windows: the layers' windows; None for layers that see their whole document, `Chunk` for attention in chunks.
+        bidirectional_windows: the windows of the layers in which the layout's bidirectional rows see those after them;
+            by default all. In Gemma 4 only layers with a sliding window do so.
         options: the other arguments of `plan`.
 
     Returns:
@@ -261,18 +270,23 @@ def plans(layout: Layout, heads: Heads, *, windows: Iterable[Window], **options:
     check_type("plans", "layout", layout, Layout, "distca.Layout.from_documents([[100, 20], [80]])")
 
     def made(window: Window) -> Plan:
+        rows = layout if bidirectional is None or window in bidirectional else layout.with_bidirectional({})
         if not isinstance(window, Chunk):
-            return plan(layout, heads, window=window, **options)
+            return plan(rows, heads, window=window, **options)
         if options.get("mask", "causal") != "causal":
             raise InvalidArgumentError(
                 f"plans: mask = {options['mask']!r} with {window}; the rows of a chunk see it up to themselves"
             )
-        of_chunks = plan(layout.chunked(window.rows), heads, **options)
+        of_chunks = plan(rows.chunked(window.rows), heads, **options)
         of_chunks.whole = layout
         return of_chunks
 
-    given = listed("plans", "windows", windows, "a list of windows, of which None stands for none,")
-    for window in given:
+    expected = "a list of windows, of which None stands for none,"
+    given = listed("plans", "windows", windows, expected)
+    bidirectional = None
+    if bidirectional_windows is not None:
+        bidirectional = listed("plans", "bidirectional_windows", bidirectional_windows, expected)
+    for window in [*given, *(bidirectional or ())]:
         if not (window is None or isinstance(window, Chunk) or is_whole(window, 1)):
             raise InvalidArgumentError(
                 f"plans: a window is {window!r}; None, a number of rows or a distca.Chunk is allowed"

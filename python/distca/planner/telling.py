@@ -21,6 +21,9 @@ Lengths = Callable[[Any], Sequence[int]]
 #: The segments ``(document, begin, end)`` of a batch, in the order of its rows.
 Segments = Callable[[Any], Sequence[tuple[int, int, int]]]
 
+#: The bidirectional rows ``(document, begin, end)`` of a batch; None if no batch has any.
+Bidirectional = Callable[[Any], Sequence[tuple[int, int, int]]] | None
+
 
 class Telling(ABC):
     """What a rank tells of its batch, in words, and the layout that follows from what all ranks have told.
@@ -47,6 +50,10 @@ class Telling(ABC):
     @abstractmethod
     def say(self, words: Sequence[int]) -> str:
         """What these words tell, for messages."""
+
+    @abstractmethod
+    def numbers(self, told: Sequence[Sequence[int]]) -> list[dict[int, int]]:
+        """For each rank what the layout calls the documents that the rank can speak of, by the rank's own numbers."""
 
 
 class TellsLengths(Telling):
@@ -95,6 +102,18 @@ class TellsLengths(Telling):
         """The lengths."""
         return f"documents of {list(words)} rows"
 
+    def numbers(self, told: Sequence[Sequence[int]]) -> list[dict[int, int]]:
+        """A rank counts its documents from 0. Of one that continues it does not know the first rows."""
+        found, document = [], -1
+        for lengths in told:
+            of_rank = {}
+            for number, length in enumerate(lengths):
+                if length > 0:
+                    document += 1
+                    of_rank[number] = document
+            found.append(of_rank)
+        return found
+
 
 class TellsSegments(Telling):
     """Tells a rank's segments. Ranks that hold parts of the same document call it by the same number."""
@@ -119,7 +138,7 @@ class TellsSegments(Telling):
     def layout(self, told: Sequence[Sequence[int]], idle_rows: Sequence[int]) -> Layout:
         """Documents in the order of their numbers, which may have gaps."""
         ranks = [[(words[i], words[i + 1], words[i + 2]) for i in range(0, len(words), 3)] for words in told]
-        documents = sorted({document for document, _, _ in chain.from_iterable(ranks)} - {PADDING})
+        documents = _documents(told)
         numbers = {document: number for number, document in enumerate(documents)} | {PADDING: PADDING}
         segments = [
             [(numbers[document], begin, end) for document, begin, end in of_rank] + _padding(rows)
@@ -135,8 +154,77 @@ class TellsSegments(Telling):
         """The segments."""
         return f"segments {[tuple(words[i : i + 3]) for i in range(0, len(words), 3)]}"
 
+    def numbers(self, told: Sequence[Sequence[int]]) -> list[dict[int, int]]:
+        """All ranks call a document alike, and may speak of each."""
+        return [{document: number for number, document in enumerate(_documents(told))}] * len(told)
 
-def telling(name: str, lengths: Lengths | None, continues: Continues, segments: Segments | None) -> Telling:
+
+class TellsBidirectional(Telling):
+    """Tells a rank's bidirectional rows before what another telling tells: their number, then their numbers.
+
+    Of a document on several ranks, each of these may tell them, and at least one must.
+    """
+
+    def __init__(self, name: str, rows: Telling, bidirectional: Callable[[Any], Sequence[tuple[int, int, int]]]):
+        super().__init__(name)
+        self._rows, self._bidirectional = rows, bidirectional
+
+    def words(self, batch: Any) -> list[int]:
+        """The number of ranges, their numbers, and the words of the rows."""
+        words: list[int] = []
+        expected = "a list of (document, begin, end)"
+        for given in listed(self._name, "bidirectional rows", self._bidirectional(batch), expected):
+            one = listed(self._name, "bidirectional rows", given, "(document, begin, end)")
+            if len(one) != 3 or not all(is_whole(n, 0) for n in one):
+                raise InvalidArgumentError(
+                    f"{self._name}: bidirectional rows are {given!r}; integers (document, begin, end) are expected"
+                )
+            words += map(index, one)
+        return [len(words) // 3, *words, *self._rows.words(batch)]
+
+    def layout(self, told: Sequence[Sequence[int]], idle_rows: Sequence[int]) -> Layout:
+        """The layout of the rows, with the ranges of all ranks."""
+        split = [self._split(words) for words in told]
+        rows = [words for _, words in split]
+        ranges: dict[int, set[tuple[int, int]]] = {}
+        for rank, ((of_rank, _), numbers) in enumerate(zip(split, self._rows.numbers(rows), strict=True)):
+            for document, begin, end in of_rank:
+                if document not in numbers:
+                    raise InvalidArgumentError(
+                        f"{self._name}: rank {rank} tells bidirectional rows [{begin}, {end}) of document {document}; "
+                        f"{sorted(numbers)} are those that it may speak of"
+                    )
+                ranges.setdefault(numbers[document], set()).add((begin, end))
+        layout = self._rows.layout(rows, idle_rows)
+        try:
+            return layout.with_bidirectional({document: sorted(of) for document, of in ranges.items()})
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"{self._name}: the bidirectional rows of the ranks: {error}") from None
+
+    def say(self, words: Sequence[int]) -> str:
+        """The rows and the ranges."""
+        ranges, rows = self._split(words)
+        return f"{self._rows.say(rows)}, bidirectional rows {ranges}"
+
+    def numbers(self, told: Sequence[Sequence[int]]) -> list[dict[int, int]]:
+        """As the telling of rows says."""
+        return self._rows.numbers([self._split(words)[1] for words in told])
+
+    @staticmethod
+    def _split(words: Sequence[int]) -> tuple[list[tuple[int, int, int]], Sequence[int]]:
+        if not words:  # a rank without a batch
+            return [], words
+        end = 1 + 3 * words[0]
+        return [(words[i], words[i + 1], words[i + 2]) for i in range(1, end, 3)], words[end:]
+
+
+def telling(
+    name: str,
+    lengths: Lengths | None,
+    continues: Continues,
+    segments: Segments | None,
+    bidirectional: Bidirectional = None,
+) -> Telling:
     """What tells the rows of batches by exactly one of lengths and segments.
 
     Raises:
@@ -144,12 +232,20 @@ def telling(name: str, lengths: Lengths | None, continues: Continues, segments: 
     """
     if (lengths is None) == (segments is None):
         raise InvalidArgumentError(f"{name}: give exactly one of lengths= and segments=")
+    rows: Telling
     if segments is not None:
         if continues is not None:
             raise InvalidArgumentError(f"{name}: continues= needs lengths=; segments say it by themselves")
-        return TellsSegments(name, segments)
-    assert lengths is not None
-    return TellsLengths(name, lengths, continues)
+        rows = TellsSegments(name, segments)
+    else:
+        assert lengths is not None
+        rows = TellsLengths(name, lengths, continues)
+    return rows if bidirectional is None else TellsBidirectional(name, rows, bidirectional)
+
+
+def _documents(told: Sequence[Sequence[int]]) -> list[int]:
+    """What the ranks call their documents, in order."""
+    return sorted(set(chain.from_iterable(words[::3] for words in told)) - {PADDING})
 
 
 def _padding(rows: int) -> list[tuple[int, int, int]]:

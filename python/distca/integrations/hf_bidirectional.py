@@ -1,0 +1,224 @@
+"""Rows that see those after them, too, in models of transformers: prefixes and images.
+
+A model says which rows do so twice: by its inputs, before a plan is made (`bidirectional_rows`), and by the mask that
+it asks for, in its forward. A plan says so by its layout. `difference` compares the last two, for the rows of one rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from distca.planner.layout import PADDING, Layout
+
+#: By model type, the input that marks such rows, and its values in them.
+_MARKS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "gemma3": ("token_type_ids", (1,)),
+    "gemma4": ("mm_token_type_ids", (1, 2)),
+    "gemma4_unified": ("mm_token_type_ids", (1, 2)),
+    "paligemma": ("token_type_ids", (0,)),
+    "hrm_text": ("token_type_ids", (1,)),
+}
+
+_MASKS = "transformers.masking_utils"
+#: The functions of transformers that make masks of which a plan can take the place.
+_KNOWN = (
+    *(
+        "causal_mask_function",
+        "sliding_window_overlay",
+        "chunked_overlay",
+        "blockwise_overlay",
+        "and_masks",
+        "or_masks",
+    ),
+    *("packed_sequence_mask_function", "remap_positions_for_packed_sequence", "add_offsets_to_mask_function"),
+    "padding_mask_function",
+)
+
+
+def bidirectional_rows(config: PreTrainedConfig, inputs: Mapping[str, Any], lengths: Sequence[int]) -> list[int]:
+    """The bidirectional rows that a model's inputs ask for, as the numbers (document, begin, end) of each range.
+
+    Args:
+        config: the model's configuration.
+        inputs: a rank's batch.
+        lengths: the lengths of its documents, which are whole.
+    """
+    name, values = _MARKS.get(config.model_type, ("", ()))
+    marks, text = inputs.get(name), config.get_text_config()
+    if in_sliding_layers_alone(config) and text.use_bidirectional_attention != "vision":
+        marks = None
+    if marks is None or not getattr(text, "prefix_lm", True):
+        return []
+    marked = torch.isin(marks[0].cpu(), torch.tensor(values)).tolist()
+    found, row = [], 0
+    for document, length in enumerate(lengths):
+        for begin, end in _runs(marked[row : row + length]):
+            found += [document, begin, end]
+        row += length
+    return found
+
+
+def in_sliding_layers_alone(config: PreTrainedConfig) -> bool:
+    """Whether only layers with a window have such rows, as in Gemma 4."""
+    return config.model_type in ("gemma4", "gemma4_unified")
+
+
+def _runs(marked: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """The ranges of what is marked."""
+    row = 0
+    for is_marked, run in itertools.groupby(marked):
+        end = row + len(list(run))
+        if is_marked:
+            yield row, end
+        row = end
+
+
+class AskedMask:
+    """The functions that a model's mask is made of.
+
+    Attributes:
+        is_known: whether all of them are known to mean what plans say.
+        blocks: for each row [1, T] the number of the rows that it sees besides, -1 for none; None if there are none.
+        is_cut: whether a window hides what lies further back from these rows, too.
+    """
+
+    def __init__(self, mask_function: Callable[..., Any]) -> None:
+        functions = list(_functions(mask_function))
+        self.is_known = all(_kind(function) in _KNOWN for function in functions)
+        blocks = [_free(f)["block_sequence_ids"] for f in functions if _kind(f) == "blockwise_overlay"]
+        self.blocks: torch.Tensor | None = blocks[0] if blocks else None
+        self.is_known = self.is_known and len({id(one) for one in blocks}) <= 1
+        self.is_cut = any(_kind(f) == "and_masks" and _cuts_blocks(f) for f in functions)
+
+
+def _kind(function: Callable[..., Any]) -> str:
+    """The function of transformers that made this one, or is this one; empty for all others."""
+    return function.__qualname__.split(".")[0] if function.__module__ == _MASKS else ""
+
+
+def _free(function: Callable[..., Any]) -> dict[str, Any]:
+    assert isinstance(function, FunctionType)
+    cells = function.__closure__ or ()
+    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
+
+
+def _parts(function: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """The functions that a function calls, as far as it holds them."""
+    if not isinstance(function, FunctionType):
+        return []
+    held = itertools.chain.from_iterable(
+        value if isinstance(value, tuple | list) else (value,) for value in _free(function).values()
+    )
+    return [one for one in held if callable(one) and not isinstance(one, torch.Tensor)]
+
+
+def _functions(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    yield function
+    for part in _parts(function):
+        yield from _functions(part)
+
+
+def _cuts_blocks(intersection: Callable[..., Any]) -> bool:
+    """Whether it is the intersection of a window and something that has blocks."""
+    parts = _parts(intersection)
+    return any(_kind(part) == "sliding_window_overlay" for part in parts) and any(
+        _kind(inner) == "blockwise_overlay" for part in parts for inner in _functions(part)
+    )
+
+
+def makes_blocks(module: torch.nn.Module) -> bool:
+    """Whether the file of a layer makes masks of blocks: the model then says itself which rows see those after them."""
+    names = ("blockwise_overlay", "get_block_sequence_ids_for_mask")
+    files = (vars(sys.modules[kind.__module__]) for kind in type(module).__mro__)
+    return any(name in file for file in files for name in names)
+
+
+def difference(asked: AskedMask, layout: Layout, rank: int, window: int | None, may_ask_none: bool) -> str | None:
+    """In what a mask differs from what a layout says of bidirectional rows, on one rank; None if it does not.
+
+    Args:
+        asked: what the model asks for.
+        layout: that of the plan.
+        rank: the rank.
+        window: the layer's window.
+        may_ask_none: whether the layout alone says it, for models that know nothing of such rows.
+    """
+    planned, wanted = _planned_pieces(layout, rank), _asked_pieces(asked.blocks, layout, rank)
+    if asked.blocks is None and may_ask_none:
+        return None
+    runs = [] if asked.blocks is None else [number for number, _ in itertools.groupby(asked.blocks[0].tolist())]
+    for (document, begin, end), number in wanted.items():
+        # Rows of one number that follow one another on the rank alone are of several ranges; others must be of one.
+        ranges = {planned.get(piece) for piece, other in wanted.items() if other == number and piece[0] == document}
+        if (document, begin, end) not in planned or (len(ranges) > 1 and runs.count(number) > 1):
+            return (
+                f"the model asks that rows [{begin}, {end}) of document {document} see those after them, and the "
+                f"plan's layout says {layout.bidirectional.get(document, 'nothing of this document')}: give it to the "
+                f"layout, layout.with_bidirectional({{{document}: [({begin}, {end}), ...]}}), as hf.plan_inputs does. "
+                "Rows that see each other over others between them are not supported yet"
+            )
+    for document, begin, end in planned:
+        if (document, begin, end) not in wanted:
+            return (
+                f"the plan's layout says that rows [{begin}, {end}) of document {document} see those after them, and "
+                "this layer asks for nothing of this kind: pass the model what marks these rows, such as "
+                "token_type_ids, or make a layout without them"
+            )
+    longest = max((end - begin for ranges in layout.bidirectional.values() for begin, end in ranges), default=0)
+    if wanted and window is not None and longest > window and not asked.is_cut:
+        return (
+            f"rows that see each other further back than the layer's window of {window}: the plan's window hides these "
+            f"keys; at most {window} such rows in one range are supported"
+        )
+    return None
+
+
+Piece = tuple[int, int, int]
+
+
+def _planned_pieces(layout: Layout, rank: int) -> dict[Piece, int]:
+    """The parts of bidirectional ranges that lie on a rank, one after another there, and the number of each range."""
+    found: dict[Piece, int] = {}
+    ranges = layout.bidirectional
+    for document, first, last in _joined_segments(layout, rank):
+        for number, (begin, end) in enumerate(ranges.get(document, ())):
+            piece = (document, max(begin, first), min(end, last))
+            if piece[1] < piece[2]:
+                found[piece] = number
+    return found
+
+
+def _asked_pieces(blocks: torch.Tensor | None, layout: Layout, rank: int) -> dict[Piece, int]:
+    """The same of what a model asks for: its rows of one number, one after another on the rank and in a document."""
+    found: dict[Piece, int] = {}
+    numbers = [] if blocks is None else blocks[0].tolist()
+    row = 0
+    for document, first, last in _joined_segments(layout, rank):
+        of_segment = numbers[row : row + last - first]
+        row += last - first
+        if document == PADDING:
+            continue
+        begin = first
+        for number, run in itertools.groupby(of_segment):
+            end = begin + len(list(run))
+            if number >= 0:
+                found[document, begin, end] = number
+            begin = end
+    return found
+
+
+def _joined_segments(layout: Layout, rank: int) -> list[tuple[int, int, int]]:
+    """The segments of a rank. Those that go on where the one before ends are one with it."""
+    joined: list[tuple[int, int, int]] = []
+    for document, begin, end in layout.segments(rank):
+        if joined and document != PADDING and joined[-1][0] == document and joined[-1][2] == begin:
+            begin = joined.pop()[1]
+        joined.append((document, begin, end))
+    return joined
