@@ -2,6 +2,7 @@
 
 from faults import (
     attention,
+    bidirectional,
     callers,
     emulated_gpu,
     megatron,
@@ -37,6 +38,7 @@ FAULTS = [
     *recording.FAULTS,
     *retained.FAULTS,
     *attention.FAULTS,
+    *bidirectional.FAULTS,
     *callers.FAULTS,
     *tiles.FAULTS,
     *training.FAULTS,

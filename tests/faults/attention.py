@@ -27,22 +27,22 @@ FAULTS = [
     Fault(
         "softmax leaves out keys that the last rows of a vector see",
         SOFTMAX,
-        "smaller_of(seen.upto + lane + kWidth - 1, seen.limit)",
-        "smaller_of(seen.upto + lane, seen.limit)",
+        "in_tile((int64_t{seen.upto[lane + kWidth - 1]} + kSums - 1)",
+        "in_tile((int64_t{seen.upto[lane]} + kSums - 1)",
         (ATTENTION,),
     ),
     Fault(
         "softmax takes keys for seen by all rows that a window hides from some",
         SOFTMAX,
-        "seen.from + lane + kWidth - 1 > tile.begin ? tile.begin : ",
+        "seen.from[lane + kWidth - 1] > tile.begin ? tile.begin : ",
         "",
         (EXACT,),
     ),
     Fault(
         "scores of keys that the last rows of a tile see are not multiplied",
         PRODUCTS,
-        "larger_of(p.tile.visible.upto + lane + lanes - 1, p.tile.begin)",
-        "larger_of(p.tile.visible.upto + lane, p.tile.begin)",
+        "larger_of(p.tile.visible.upto[lane + lanes - 1], p.tile.begin)",
+        "larger_of(p.tile.visible.upto[lane], p.tile.begin)",
         (ATTENTION,),
     ),
     Fault(
@@ -61,9 +61,9 @@ FAULTS = [
     ),
     Fault(
         "a row sees the key after it",
-        FORWARD,
-        "keys_visible_from(mask, row, start, step_end)",
-        "keys_visible_from(mask, row + 1, start, step_end)",
+        KERNEL,
+        "set_ascending(is_full ? kFar : row + 1 - key,",
+        "set_ascending(is_full ? kFar : row + 2 - key,",
         (ATTENTION,),
     ),
     Fault(
@@ -82,9 +82,9 @@ FAULTS = [
     ),
     Fault(
         "a key's gradient misses the row of its own",
-        BACKWARD,
-        "seeing{1 - keys.upto,",
-        "seeing{2 - keys.upto,",
+        KERNEL,
+        "set_ascending(is_full ? -kFar : key - row,",
+        "set_ascending(is_full ? -kFar : key + 1 - row,",
         (ATTENTION,),
     ),
     Fault(
@@ -97,8 +97,8 @@ FAULTS = [
     Fault(
         "a window reaches a key too far",
         KERNEL,
-        "row - mask.window + 1 - key",
-        "row - mask.window - key",
+        "row - mask.mask.window + 1 - key",
+        "row - mask.mask.window - key",
         (EXACT,),
     ),
     Fault(
@@ -202,7 +202,7 @@ FAULTS = [
     Fault(
         "the first step of a row adds to what an earlier row has left",
         FORWARD,
-        "const bool is_first = start == round_down(mask.first_key(row), micro.softmax_keys);",
+        "const bool is_first = start == first_step[t];",
         "const bool is_first = start == 0;",
         (EXACT,),
     ),
@@ -353,8 +353,8 @@ FAULTS = [
     Fault(
         "CUDA: a window is one key too wide",
         "cuda/attention/tables.h",
-        "maximum(0, row - window + 1)",
-        "maximum(0, row - window)",
+        "maximum(0, row - mask.window + 1)",
+        "maximum(0, row - mask.window)",
         (CUDA_HOST,),
     ),
     Fault(

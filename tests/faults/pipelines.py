@@ -119,8 +119,8 @@ FAULTS = [
     Fault(
         "each rank numbers the documents of its segments by itself",
         "python/distca/planner/telling.py",
-        "documents = sorted({document for document, _, _ in chain.from_iterable(ranks)} - {PADDING})",
-        "documents = sorted({document for document, _, _ in ranks[0]} - {PADDING})",
+        "return sorted(set(chain.from_iterable(words[::3] for words in told)) - {PADDING})",
+        "return sorted(set(told[0][::3]) - {PADDING})",
         (AHEAD, "tests/plan/test_plan_ahead.py"),
     ),
     Fault(
@@ -394,8 +394,8 @@ FAULTS = [
     Fault(
         "all documents have the first mask in the planner",
         "cpp/plan/options.h",
-        "scores[static_cast<size_t>(scores_of(number))].mask()};",
-        "scores[0].mask()};",
+        "{scores[static_cast<size_t>(scores_of(number))].mask(), layout.bidirectional(number)}};",
+        "{scores[0].mask(), layout.bidirectional(number)}};",
         (SCORES,),
     ),
     Fault(

@@ -42,8 +42,8 @@ FAULTS = [
     Fault(
         "tiles: of the keys at the edge only the first block is looked through",
         TILES,
-        "smaller_of(visible.upto, visible.limit), v.tile.begin), v.tile.end);",
-        "smaller_of(visible.upto, visible.limit), v.tile.begin), v.tile.begin + kTileElements);",
+        "are_finite(larger_of(visible.upto[0], v.tile.begin), v.tile.end);",
+        "are_finite(larger_of(visible.upto[0], v.tile.begin), v.tile.begin + kTileElements);",
         (TILES_TEST,),
     ),
     Fault(
@@ -84,8 +84,8 @@ FAULTS = [
     Fault(
         "tiles: a part of a strip that softmax has not written is added",
         TILES,
-        "return first_key < end_key && at.key < end_key && at.key + kBlock > first_key;",
-        "return first_key < end_key || at.key < end_key || at.key + kBlock > first_key;",
+        "return visible.from[key] < smaller_of(at.row + kBlock, visible.upto[key]);",
+        "return true;",
         (TILES_TEST,),
     ),
     Fault(
