@@ -24,7 +24,7 @@ using Wide = __int128;
 /// That maximum is known. Rows that cost more than t = query_row / x are worth their bytes. If any row is worth them,
 /// all such rows are, because under the causal mask the next higher row costs more at the same bytes. Every t gives a
 /// valid bound, and halving finds the best one. The proof needs costs that add up, and rows that cost no less than
-/// those before them; it does not hold for cost models with rates, nor for rows that see each other besides a window.
+/// those before them. It does not hold for cost models with rates, nor where rows under a window see those after them.
 class BorderBound {
  public:
   BorderBound(const Layout& layout, const PlanOptions& options)
@@ -128,7 +128,7 @@ class BorderBound {
   std::vector<Held> documents_;
 };
 
-/// Whether rows see each other besides a window: after them, rows see fewer keys again.
+/// Whether rows under a window see those after them. Rows that come later may see fewer keys.
 bool rows_may_cost_less_than_earlier_ones(const Layout& layout, const PlanOptions& options) {
   for (int64_t i = 0; layout.has_bidirectional() && i < layout.num_documents(); ++i) {
     const Document document = options.document(layout, i);

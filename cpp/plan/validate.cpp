@@ -89,7 +89,7 @@ class Validator {
     std::map<int64_t, std::pair<int64_t, int64_t>> of_documents;
     for (const GroupRow& g : view_.groups()) {
       const std::pair found(g.bidirectional_begin, g.bidirectional_end);
-      check_plan(inside(found.first, found.second - found.first, count(view_.bidirectional())) &&
+      check_plan(0 <= found.first && found.first <= found.second && found.second <= count(view_.bidirectional()) &&
                      of_documents.emplace(g.document, found).first->second == found,
                  "bidirectional rows ", found.first, " to ", found.second, " of document ", g.document);
     }

@@ -87,8 +87,8 @@ void add_task(const DocumentMask& mask, float scale, const KeyGroup& group, cons
       pack.add({mask.mask, scale}, t, row, end, first_key, mask.end_key(end - 1, group.kv_end));
     } else {
       end = std::min(t.q_end, range->end);
-      const FlashOptions options = window == 0 ? FlashOptions{kFull, scale}
-                                               : FlashOptions{mask.mask, scale, window - 1 + range->end - end};
+      const FlashOptions options =
+          window == 0 ? FlashOptions{kFull, scale} : FlashOptions{mask.mask, scale, window - 1 + range->end - end};
       pack.add(options, t, row, end, first_key, range->end);
     }
   }

@@ -115,9 +115,7 @@ struct GroupMask {
   int num_ranges;
 
   // The keys [first_key, end_key) that a row sees.
-  DISTCA_INLINE int first_key(int row) const {
-    return mask.window == 0 ? 0 : maximum(0, row - mask.window + 1);
-  }
+  DISTCA_INLINE int first_key(int row) const { return mask.window == 0 ? 0 : maximum(0, row - mask.window + 1); }
   DISTCA_INLINE int end_key(int row, int kv_end) const {
     if (mask.full) return kv_end;
     return num_ranges == 0 ? row + 1 : range_of(row).end;

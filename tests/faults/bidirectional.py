@@ -195,8 +195,8 @@ FAULTS = [
     Fault(
         "bidirectional: rows of one number may lie apart",
         OF_MODELS,
-        "(len(ranges) > 1 and runs.count(number) > 1)",
-        "False",
+        "lie_apart = len(ranges_of[document, number]) > 1 and runs[number] > 1",
+        "lie_apart = False",
         (MODELS,),
     ),
     Fault(

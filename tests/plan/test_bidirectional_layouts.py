@@ -27,8 +27,10 @@ def test_a_layout_says_the_ranges_that_it_was_given() -> None:
 @pytest.mark.parametrize(
     ("ranges", "said"),
     [
-        ({2: [(0, 1)]}, r"bidirectional rows \[0, 1\) of document 2; 0 to 1 are allowed"),
-        ({-1: [(0, 1)]}, r"\(0, 1\) of document -1; integers"),
+        ({2: [(0, 1)]}, r"of document 2; the layout has documents 0 to 1"),
+        ({2: []}, r"of document 2; the layout has documents 0 to 1"),
+        ({0: (0, 2)}, r"a range of bidirectional rows of document 0 is 0; integers \(begin, end\) .* in a list: "),
+        ({-1: [(0, 1)]}, r"of document -1; the layout has documents 0 to 1"),
         ({0: [(3, 3)]}, r"document 0: bidirectional rows \[3, 3\); 0 <= begin < end <= 10"),
         ({0: [(4, 3)]}, r"document 0: bidirectional rows \[4, 3\)"),
         ({1: [(2, 5)]}, r"document 1: bidirectional rows \[2, 5\); 0 <= begin < end <= 4"),
@@ -36,9 +38,9 @@ def test_a_layout_says_the_ranges_that_it_was_given() -> None:
             {0: [(0, 3), (2, 4)]},
             r"document 0: bidirectional rows \[2, 4\) begin before the ones before them end, at row 3",
         ),
-        ({0: [(-1, 3)]}, r"\(-1, 3\) of document 0; integers \(begin, end\)"),
-        ({0: [(0, 1, 2)]}, r"\(0, 1, 2\) of document 0"),
-        ({0: [(0.0, 2)]}, r"\(0.0, 2\) of document 0"),
+        ({0: [(-1, 3)]}, r"document 0 is \(-1, 3\); integers \(begin, end\)"),
+        ({0: [(0, 1, 2)]}, r"document 0 is \(0, 1, 2\)"),
+        ({0: [(0.0, 2)]}, r"document 0 is \(0.0, 2\)"),
         ({0: 3}, r"bidirectional rows of document 0 is 3|bidirectional rows of document 0"),
         ([(0, 0, 1)], r"a mapping of documents"),
         (None, r"a mapping of documents"),
@@ -93,6 +95,9 @@ def test_layers_without_the_rows_have_plans_without_them() -> None:
     assert plans[None].layout.bidirectional == {}
     assert plans[3].layout.bidirectional == RANGES
     assert plans[None].digest == distca.plan(LAYOUT, HEADS).digest
+    assert plans.layout.bidirectional == RANGES
+    with pytest.raises(distca.InvalidArgumentError, match=r"has \[4\], which are none of the windows \[None, 3\]"):
+        distca.plans(WITH, HEADS, windows=[None, 3], bidirectional_windows=[4])
     with pytest.raises(distca.InvalidArgumentError, match="a window is 'all'"):
         distca.plans(WITH, HEADS, windows=[None], bidirectional_windows=["all"])  # type: ignore[list-item]
 

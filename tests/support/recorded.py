@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 import distca
+from support.batches import random_ranges
 from support.groups import loopback_group, on_all_ranks
 
 RANKS, ROWS = 3, 64
@@ -20,7 +21,9 @@ Tensors = list[torch.Tensor]
 
 
 def layout_of(seed: int, ranks: int = RANKS) -> distca.Layout:
-    """A plan of documents that fill ROWS rows of each rank. If the seed is even, a few rows are padding."""
+    """A plan of documents that fill ROWS rows of each rank. If the seed is even, a few rows are padding; if it is a
+    multiple of three, some rows see those after them.
+    """
     draw = random.Random(seed)
     padding = 4 * (1 - seed % 2)
     left, lengths = ranks * (ROWS - padding), []
@@ -28,12 +31,13 @@ def layout_of(seed: int, ranks: int = RANKS) -> distca.Layout:
         lengths.append(draw.randint(1, min(left, draw.choice([5, 40, 150]))))
         left -= lengths[-1]
     layout = distca.Layout.packed(lengths, ranks=ranks, tokens_per_rank=ROWS - padding)
+    ranges = {} if seed % 3 else random_ranges(layout.document_lengths, seed)
     if padding == 0:
-        return layout
+        return layout.with_bidirectional(ranges)
     segments = [list(layout.segments(rank)) for rank in range(ranks)]
     for of_rank in segments:
         of_rank.insert(draw.randrange(len(of_rank) + 1), (distca.PADDING, 0, padding))
-    return distca.Layout(segments)
+    return distca.Layout(segments).with_bidirectional(ranges)
 
 
 def tensors_of(seed: int, rank: int, heads: distca.Heads = HEADS, rows: int = ROWS) -> Tensors:

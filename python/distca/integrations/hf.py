@@ -265,6 +265,11 @@ def _checked_plan(
     )
     _check_call(query, key, found, dropout, kwargs)
     _check_mask(attention_mask)
+    refuse(
+        torch.compiler.is_compiling() and found.has_bidirectional and makes_blocks(module),
+        "the plan's layout has rows that see those after them; whether the model asks for the same ones a graph cannot "
+        "see: call it without torch.compile",
+    )
     if compared is not None:
         layout, rank = plan.rows() if isinstance(plan, PlanSource) else (found.layout, found.rank)
         differs = compared.difference(layout, rank, found.window, not makes_blocks(module))

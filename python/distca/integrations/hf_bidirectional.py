@@ -7,7 +7,7 @@ it asks for, in its forward. A plan says so by its layout. `difference` compares
 from __future__ import annotations
 
 import itertools
-import sys
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from distca.errors import InvalidArgumentError
 from distca.planner.layout import PADDING, Layout
 
 #: By model type, the input that marks such rows, and its values in them.
@@ -25,6 +26,9 @@ _MARKS: dict[str, tuple[str, tuple[int, ...]]] = {
     "paligemma": ("token_type_ids", (0,)),
     "hrm_text": ("token_type_ids", (1,)),
 }
+
+#: The text models that have such rows wherever they are asked for them.
+_MAKE_BLOCKS = ("gemma3_text", "gemma4_text", "gemma4_unified_text", "hrm_text", "molmo2_text")
 
 _MASKS = "transformers.masking_utils"
 #: The functions of transformers that make masks of which a plan can take the place.
@@ -49,6 +53,9 @@ def bidirectional_rows(config: PreTrainedConfig, inputs: Mapping[str, Any], leng
         config: the model's configuration.
         inputs: a rank's batch.
         lengths: the lengths of its documents, which are whole.
+
+    Raises:
+        InvalidArgumentError: the marks are no tensor of all rows.
     """
     name, values = _MARKS.get(config.model_type, ("", ()))
     marks, text = inputs.get(name), config.get_text_config()
@@ -56,7 +63,11 @@ def bidirectional_rows(config: PreTrainedConfig, inputs: Mapping[str, Any], leng
         marks = None
     if marks is None or not getattr(text, "prefix_lm", True):
         return []
-    marked = torch.isin(marks[0].cpu(), torch.tensor(values)).tolist()
+    expected = f"[1, {sum(lengths)}], as of position_ids"
+    if not isinstance(marks, torch.Tensor) or marks.shape != (1, sum(lengths)):
+        found_shape = list(marks.shape) if isinstance(marks, torch.Tensor) else type(marks).__name__
+        raise InvalidArgumentError(f"plan_inputs: {name} is {found_shape}; a tensor {expected}, is expected")
+    marked = torch.isin(marks[0].cpu().long(), torch.tensor(values)).tolist()
     found, row = [], 0
     for document, length in enumerate(lengths):
         for begin, end in _runs(marked[row : row + length]):
@@ -134,10 +145,8 @@ def _cuts_blocks(intersection: Callable[..., Any]) -> bool:
 
 
 def makes_blocks(module: torch.nn.Module) -> bool:
-    """Whether the file of a layer makes masks of blocks: the model then says itself which rows see those after them."""
-    names = ("blockwise_overlay", "get_block_sequence_ids_for_mask")
-    files = (vars(sys.modules[kind.__module__]) for kind in type(module).__mro__)
-    return any(name in file for file in files for name in names)
+    """Whether a layer is of a model that says itself which rows see those after them."""
+    return getattr(getattr(module, "config", None), "model_type", None) in _MAKE_BLOCKS
 
 
 def difference(asked: AskedMask, layout: Layout, rank: int, window: int | None, may_ask_none: bool) -> str | None:
@@ -150,17 +159,22 @@ def difference(asked: AskedMask, layout: Layout, rank: int, window: int | None, 
         window: the layer's window.
         may_ask_none: whether the layout alone says it, for models that know nothing of such rows.
     """
-    planned, wanted = _planned_pieces(layout, rank), _asked_pieces(asked.blocks, layout, rank)
-    if asked.blocks is None and may_ask_none:
+    ranges = layout.bidirectional
+    if asked.blocks is None and (may_ask_none or not ranges):
         return None
-    runs = [] if asked.blocks is None else [number for number, _ in itertools.groupby(asked.blocks[0].tolist())]
+    planned, wanted = _planned_pieces(ranges, layout, rank), _asked_pieces(asked.blocks, layout, rank)
+    numbers = [] if asked.blocks is None else asked.blocks[0].tolist()
+    runs = Counter(number for number, _ in itertools.groupby(numbers))
+    ranges_of: defaultdict[tuple[int, int], set[int | None]] = defaultdict(set)
+    for piece, number in wanted.items():
+        ranges_of[piece[0], number].add(planned.get(piece))
     for (document, begin, end), number in wanted.items():
-        # Rows of one number that follow one another on the rank alone are of several ranges; others must be of one.
-        ranges = {planned.get(piece) for piece, other in wanted.items() if other == number and piece[0] == document}
-        if (document, begin, end) not in planned or (len(ranges) > 1 and runs.count(number) > 1):
+        # Rows of one number that follow one another on the rank alone may be of several ranges; others must be of one.
+        lie_apart = len(ranges_of[document, number]) > 1 and runs[number] > 1
+        if (document, begin, end) not in planned or lie_apart:
             return (
                 f"the model asks that rows [{begin}, {end}) of document {document} see those after them, and the "
-                f"plan's layout says {layout.bidirectional.get(document, 'nothing of this document')}: give it to the "
+                f"plan's layout says {ranges.get(document, 'nothing of this document')}: give it to the "
                 f"layout, layout.with_bidirectional({{{document}: [({begin}, {end}), ...]}}), as hf.plan_inputs does. "
                 "Rows that see each other over others between them are not supported yet"
             )
@@ -171,7 +185,13 @@ def difference(asked: AskedMask, layout: Layout, rank: int, window: int | None, 
                 "this layer asks for nothing of this kind: pass the model what marks these rows, such as "
                 "token_type_ids, or make a layout without them"
             )
-    longest = max((end - begin for ranges in layout.bidirectional.values() for begin, end in ranges), default=0)
+    touching = next(((d, a[1]) for d, of in ranges.items() for a, b in itertools.pairwise(of) if a[1] == b[0]), None)
+    if asked.blocks is not None and touching is not None:
+        return (
+            f"two ranges of the plan's layout touch, at row {touching[1]} of document {touching[0]}: of rows that "
+            "follow one another the model makes one range"
+        )
+    longest = max((end - begin for of_document in ranges.values() for begin, end in of_document), default=0)
     if wanted and window is not None and longest > window and not asked.is_cut:
         return (
             f"rows that see each other further back than the layer's window of {window}: the plan's window hides these "
@@ -183,10 +203,9 @@ def difference(asked: AskedMask, layout: Layout, rank: int, window: int | None, 
 Piece = tuple[int, int, int]
 
 
-def _planned_pieces(layout: Layout, rank: int) -> dict[Piece, int]:
+def _planned_pieces(ranges: dict[int, list[tuple[int, int]]], layout: Layout, rank: int) -> dict[Piece, int]:
     """The parts of bidirectional ranges that lie on a rank, one after another there, and the number of each range."""
     found: dict[Piece, int] = {}
-    ranges = layout.bidirectional
     for document, first, last in _joined_segments(layout, rank):
         for number, (begin, end) in enumerate(ranges.get(document, ())):
             piece = (document, max(begin, first), min(end, last))

@@ -65,12 +65,9 @@ class DeferredMask:
 
     def difference(self, layout: Layout, rank: int, window: int | None, may_ask_none: bool) -> str | None:
         """In what the mask differs from what a layout says of rows that see those after them; None if it does not."""
-        asked = self._asked_mask()
-        if asked.blocks is None and not layout.bidirectional:
-            return None
         key = (id(layout), rank, window, may_ask_none)
         if key not in self._compared:
-            self._compared[key] = difference(asked, layout, rank, window, may_ask_none)
+            self._compared[key] = difference(self._asked_mask(), layout, rank, window, may_ask_none)
         return self._compared[key]
 
     def _examine(self) -> str | None:

@@ -277,12 +277,17 @@ class Layout:
         if not isinstance(rows, Mapping):
             raise InvalidArgumentError(f"layout: bidirectional rows are {rows!r}; {expected} is expected")
         for document, ranges in rows.items():
+            if not is_whole(document, 0, len(self.document_lengths) - 1):
+                raise InvalidArgumentError(
+                    f"layout: bidirectional rows of document {document!r}; the layout has documents 0 to "
+                    f"{len(self.document_lengths) - 1}"
+                )
             for one in listed("layout", f"the bidirectional rows of document {document!r}", ranges, expected):
-                ends = listed("layout", "bidirectional rows", one, "(begin, end)")
-                if len(ends) != 2 or not all(is_whole(n, 0, _MOST_ROWS) for n in (document, *ends)):
+                ends = list(one) if isinstance(one, Iterable) else []
+                if len(ends) != 2 or not all(is_whole(n, 0, _MOST_ROWS) for n in ends):
                     raise InvalidArgumentError(
-                        f"layout: bidirectional rows {one!r} of document {document!r}; integers (begin, end) from 0 to "
-                        f"{_MOST_ROWS} of a document are expected"
+                        f"layout: a range of bidirectional rows of document {document!r} is {one!r}; integers "
+                        f"(begin, end) from 0 to {_MOST_ROWS} are expected, in a list: {{0: [(0, 256)]}}"
                     )
                 given.append((index(document), index(ends[0]), index(ends[1])))
         layout = Layout._wrap(self._core.with_bidirectional(given))

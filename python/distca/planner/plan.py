@@ -48,6 +48,7 @@ class Plan:
         rank: the rank it is seen from.
         num_rows: rows of that rank's token tensor.
         has_documents: whether any of them is of a document. Else mask and window are those of document 0.
+        has_bidirectional: whether some rows of a document see those after them (`Layout.with_bidirectional`).
         tensor: that rank's slice, for the operators: int64 on the CPU, its length a power of two.
         retain_bytes: bytes that each rank may retain of a step, as `plan` was told.
         retains: whether any rank may retain something.
@@ -58,6 +59,7 @@ class Plan:
 
     # Also in pickles of earlier versions, which lack them.
     has_documents = True
+    has_bidirectional = False
     whole: Layout | None = None
 
     def __init__(
@@ -90,6 +92,7 @@ class Plan:
         if numbers:
             number = numbers[first or 0]
         self.has_documents = first is not None
+        self.has_bidirectional = bool(self.layout.bidirectional)
         mask, window, *_ = self._arguments["scores"][number]
         self.mask: str = MASKS[mask]
         self.window: int | None = window or None
@@ -230,8 +233,9 @@ class Plans(Mapping[Window, Plan]):
         if not by_window:
             raise InvalidArgumentError("plans: no windows are given; None stands for a layer without one")
         self._by_window = dict(by_window)
-        layouts = [plan.whole if isinstance(window, Chunk) else plan.layout for window, plan in self.items()]
-        found = next((layout for layout in layouts if layout is not None), None)
+        whole = [plan.whole if isinstance(window, Chunk) else plan.layout for window, plan in self.items()]
+        layouts = [layout for layout in whole if layout is not None]
+        found = max(layouts, key=lambda layout: len(layout.bidirectional), default=None)  # some may lack such rows
         if found is None:
             raise InvalidArgumentError(
                 "plans: all are of chunks, and do not tell the documents: make them with "

@@ -291,6 +291,8 @@ def plans(
             raise InvalidArgumentError(
                 f"plans: a window is {window!r}; None, a number of rows or a distca.Chunk is allowed"
             )
+    if bidirectional is not None and (others := [window for window in bidirectional if window not in given]):
+        raise InvalidArgumentError(f"plans: bidirectional_windows has {others}, which are none of the windows {given}")
     if "window" in options:
         raise InvalidArgumentError("plans: window and windows are given; name all of them in windows")
     return Plans({window: made(window) for window in dict.fromkeys(given)})

@@ -12,6 +12,9 @@ from distca.arguments import is_whole, listed
 from distca.errors import InvalidArgumentError
 from distca.planner.layout import PADDING, Layout
 
+#: The largest number of a document or of a row.
+_MOST = 2**31
+
 #: Whether the first document of a batch continues the last one of the rank before; None if none ever does.
 Continues = Callable[[Any], bool] | None
 
@@ -175,9 +178,10 @@ class TellsBidirectional(Telling):
         expected = "a list of (document, begin, end)"
         for given in listed(self._name, "bidirectional rows", self._bidirectional(batch), expected):
             one = listed(self._name, "bidirectional rows", given, "(document, begin, end)")
-            if len(one) != 3 or not all(is_whole(n, 0) for n in one):
+            if len(one) != 3 or not all(is_whole(n, 0, _MOST) for n in one):
                 raise InvalidArgumentError(
-                    f"{self._name}: bidirectional rows are {given!r}; integers (document, begin, end) are expected"
+                    f"{self._name}: bidirectional rows are {given!r}; integers (document, begin, end) from 0 to "
+                    f"{_MOST} are expected"
                 )
             words += map(index, one)
         return [len(words) // 3, *words, *self._rows.words(batch)]
@@ -187,7 +191,8 @@ class TellsBidirectional(Telling):
         split = [self._split(words) for words in told]
         rows = [words for _, words in split]
         ranges: dict[int, set[tuple[int, int]]] = {}
-        for rank, ((of_rank, _), numbers) in enumerate(zip(split, self._rows.numbers(rows), strict=True)):
+        numbers_of = self._rows.numbers(rows)
+        for rank, ((of_rank, _), numbers) in enumerate(zip(split, numbers_of, strict=True)):
             for document, begin, end in of_rank:
                 if document not in numbers:
                     raise InvalidArgumentError(
@@ -199,7 +204,11 @@ class TellsBidirectional(Telling):
         try:
             return layout.with_bidirectional({document: sorted(of) for document, of in ranges.items()})
         except InvalidArgumentError as error:
-            raise InvalidArgumentError(f"{self._name}: the bidirectional rows of the ranks: {error}") from None
+            called = {number: (name, rank) for rank, of in enumerate(numbers_of) for name, number in of.items()}
+            names = {number: f"{name} on rank {rank}" for number, (name, rank) in called.items() if number in ranges}
+            raise InvalidArgumentError(
+                f"{self._name}: the bidirectional rows of the ranks: {error}; documents are called {names}"
+            ) from None
 
     def say(self, words: Sequence[int]) -> str:
         """The rows and the ranges."""
