@@ -44,7 +44,7 @@ class Kind(NamedTuple):
 
     def model(self, attention: str) -> Any:
         torch.manual_seed(3)
-        config = getattr(transformers, self.name.split("For")[0] + "Config")(**self.options)
+        config = getattr(transformers, self.name).config_class(**self.options)
         model = getattr(transformers, self.name)._from_config(config, attn_implementation=attention)
         with torch.no_grad():
             for weight in model.parameters():
@@ -187,6 +187,8 @@ ON_ONE_RANK = distca.Layout.from_documents([LENGTHS])
         ("gemma3", IMAGES | {2: [(1, 8)]}, {}, r"asks that rows \[1, 9\) of document 2 .* layout says \[\(1, 8\)\]"),
         ("gemma3", IMAGES | {2: [(1, 5), (5, 9)]}, {}, r"asks that rows \[1, 9\) of document 2"),
         ("gemma3", IMAGES, {"token_type_ids": None}, r"says that rows \[2, 6\) of document 0 .* asks for nothing of"),
+        ("hrm_text", PREFIXES, {"token_type_ids": None}, r"says that rows \[0, 6\) of document 0 .* asks for nothing"),
+        ("gemma3", IMAGES | {0: [(2, 6), (9, 16), (16, 17)]}, {}, r"says that rows|two ranges .* touch, at row 16"),
         ("gemma4", IMAGES, {}, r"says that rows \[2, 6\) of document 0 .* asks for nothing of"),
         (
             "paligemma",
@@ -195,7 +197,8 @@ ON_ONE_RANK = distca.Layout.from_documents([LENGTHS])
             r"Rows that see each other over others between them are not supported yet",
         ),
     ],
-    ids=["none", "others", "two in place of one", "no marks", "layers without a window", "not one range"],
+    ids=["none", "others", "two in place of one", "no marks", "no marks of a prefix", "ranges that touch"]
+    + ["layers without a window", "not one range"],
 )
 def test_ranges_that_are_not_those_of_the_model_are_refused(
     name: str, ranges: Ranges, inputs: dict[str, Any], said: str
@@ -233,6 +236,42 @@ def test_plan_inputs_finds_the_rows_in_the_inputs(name: str) -> None:
         without = hf.plan_inputs(batch, model)["plan"].layout.bidirectional
     torch.testing.assert_close(logits, torch.cat(_alone(kind)[0]), rtol=1e-4, atol=1e-4)
     assert without == {}
+
+
+@pytest.mark.parametrize(
+    ("marks", "said"),
+    [
+        (lambda marks: marks[0], r"token_type_ids is \[39\]; a tensor \[1, 39\]"),
+        (lambda marks: marks[:, :-5], r"token_type_ids is \[1, 34\]"),
+        (lambda marks: marks.repeat(2, 1), r"token_type_ids is \[2, 39\]"),
+        (lambda marks: marks.tolist(), r"token_type_ids is list"),
+        (lambda marks: marks == 1, None),
+    ],
+    ids=["one dimension", "too short", "two rows", "a list", "bool"],
+)
+def test_marks_are_those_of_all_rows(marks: Any, said: str | None) -> None:
+    kind = KINDS["gemma3"]
+    model = kind.model("distca")
+    given = marks(torch.cat([kind.marks(d) for d in range(len(LENGTHS))])[None])
+    batch = {"position_ids": ON_ONE_RANK.position_ids(0)[None], "token_type_ids": given}
+    with distca.init(max_tokens=64, heads=hf.heads_of(model.config, torch.float32)):
+        if said is None:
+            assert hf.plan_inputs(batch, model)["plan"].layout.bidirectional == IMAGES
+            return
+        with pytest.raises(distca.InvalidArgumentError, match=said):
+            hf.plan_inputs(batch, model)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_graph_of_a_model_with_such_rows_is_refused_where_a_plan_has_some() -> None:
+    """It could not compare them with the model's mask."""
+    torch._dynamo.reset()
+    kind = Kind("Gemma3ForCausalLM", TEXT | OF_BOTH_KINDS, "", (0, 0), {})
+    model = torch.compile(kind.model("distca").eval(), backend="eager")
+    plans = _plans("", ON_ONE_RANK.with_bidirectional(IMAGES), model.config)
+    inputs = {"input_ids": torch.cat(_tokens())[None], "position_ids": ON_ONE_RANK.position_ids(0)[None]}
+    with loopback_group(list(plans.values())) as [context], pytest.raises(Exception, match=r"a graph cannot see"):
+        model(**inputs, use_cache=False, plan=plans, distca_context=context)
 
 
 def test_a_model_that_knows_nothing_of_prefixes_gets_those_of_the_layout() -> None:
