@@ -163,7 +163,8 @@ def _run(kind: Kind, layout: distca.Layout, **inputs: Any) -> torch.Tensor:
     given.
     """
     model = kind.model("distca")
-    inputs = {kind.mark: torch.cat([kind.marks(d) for d in range(len(LENGTHS))])[None]} | inputs
+    if kind.mark:
+        inputs = {kind.mark: torch.cat([kind.marks(d) for d in range(len(LENGTHS))])[None]} | inputs
     plans = _plans("", layout, model.config)
     with loopback_group(list(plans.values())) as [context], torch.no_grad():
         return model(
@@ -286,13 +287,5 @@ def test_a_model_that_knows_nothing_of_prefixes_gets_those_of_the_layout() -> No
             seen[begin:end, begin:end] = True
         mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
         wanted.append(model(tokens[None], attention_mask=mask, use_cache=False).logits[0])
-    plan = distca.plan(ON_ONE_RANK.with_bidirectional(PREFIXES), hf.heads_of(model.config, torch.float32))
-    with loopback_group([plan]) as [context]:
-        logits = kind.model("distca")(
-            input_ids=torch.cat(_tokens())[None],
-            position_ids=ON_ONE_RANK.position_ids(0)[None],
-            use_cache=False,
-            plan=plan,
-            distca_context=context,
-        ).logits[0]
+    logits = _run(kind, ON_ONE_RANK.with_bidirectional(PREFIXES))
     torch.testing.assert_close(logits, torch.cat(wanted), rtol=1e-4, atol=1e-4)

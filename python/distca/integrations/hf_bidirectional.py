@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from distca.errors import InvalidArgumentError
+from distca.integrations.hf_recurrent import whole_pieces
 from distca.planner.layout import PADDING, Layout
 
 #: By model type, the input that marks such rows, and its values in them.
@@ -33,16 +34,16 @@ _MAKE_BLOCKS = ("gemma3_text", "gemma4_text", "gemma4_unified_text", "hrm_text",
 _MASKS = "transformers.masking_utils"
 #: The functions of transformers that make masks of which a plan can take the place.
 _KNOWN = (
-    *(
-        "causal_mask_function",
-        "sliding_window_overlay",
-        "chunked_overlay",
-        "blockwise_overlay",
-        "and_masks",
-        "or_masks",
-    ),
-    *("packed_sequence_mask_function", "remap_positions_for_packed_sequence", "add_offsets_to_mask_function"),
+    "add_offsets_to_mask_function",
+    "and_masks",
+    "blockwise_overlay",
+    "causal_mask_function",
+    "chunked_overlay",
+    "or_masks",
+    "packed_sequence_mask_function",
     "padding_mask_function",
+    "remap_positions_for_packed_sequence",
+    "sliding_window_overlay",
 )
 
 
@@ -206,7 +207,7 @@ Piece = tuple[int, int, int]
 def _planned_pieces(ranges: dict[int, list[tuple[int, int]]], layout: Layout, rank: int) -> dict[Piece, int]:
     """The parts of bidirectional ranges that lie on a rank, one after another there, and the number of each range."""
     found: dict[Piece, int] = {}
-    for document, first, last in _joined_segments(layout, rank):
+    for document, first, last in whole_pieces(layout, rank):
         for number, (begin, end) in enumerate(ranges.get(document, ())):
             piece = (document, max(begin, first), min(end, last))
             if piece[1] < piece[2]:
@@ -219,7 +220,7 @@ def _asked_pieces(blocks: torch.Tensor | None, layout: Layout, rank: int) -> dic
     found: dict[Piece, int] = {}
     numbers = [] if blocks is None else blocks[0].tolist()
     row = 0
-    for document, first, last in _joined_segments(layout, rank):
+    for document, first, last in whole_pieces(layout, rank):
         of_segment = numbers[row : row + last - first]
         row += last - first
         if document == PADDING:
@@ -231,13 +232,3 @@ def _asked_pieces(blocks: torch.Tensor | None, layout: Layout, rank: int) -> dic
                 found[document, begin, end] = number
             begin = end
     return found
-
-
-def _joined_segments(layout: Layout, rank: int) -> list[tuple[int, int, int]]:
-    """The segments of a rank. Those that go on where the one before ends are one with it."""
-    joined: list[tuple[int, int, int]] = []
-    for document, begin, end in layout.segments(rank):
-        if joined and document != PADDING and joined[-1][0] == document and joined[-1][2] == begin:
-            begin = joined.pop()[1]
-        joined.append((document, begin, end))
-    return joined
