@@ -108,7 +108,10 @@ std::vector<Pack> pack_groups(const Problem& p) {
     pack.kv_rows += g.kv_end - g.kv_begin;
   }
   std::vector<Pack> list;
-  for (auto& [key, pack] : packs) list.push_back(std::move(pack));
+  for (auto& [key, pack] : packs) {
+    if (pack.calls.empty()) pack.calls.emplace_back();  // keys that no row sees: their gradients are zeros
+    list.push_back(std::move(pack));
+  }
   return list;
 }
 
@@ -222,13 +225,12 @@ class AtenBackend final : public runtime::Backend {
         const auto [dq, dk, dv] =
             flash_backward(dout, q, k, v, stand_in_for_out(dout, delta), lse, call.tasks, call.options);
         scatter(call, dq, &Task::dq);
-        const bool is_first = &call == pack.calls.data();
-        const auto sum = [&](const Tensor& before, const Tensor& more) {
-          return is_first ? more
-                          : aten::add(aten::cast(before, ScalarType::Float), aten::cast(more, ScalarType::Float));
+        const auto widened_sum = [](const Tensor& a, const Tensor& b) {
+          return aten::add(aten::cast(a, ScalarType::Float), aten::cast(b, ScalarType::Float));
         };
-        all_dk = sum(all_dk, dk);
-        all_dv = sum(all_dv, dv);
+        const bool is_first = &call == pack.calls.data();
+        all_dk = is_first ? dk : widened_sum(all_dk, dk);
+        all_dv = is_first ? dv : widened_sum(all_dv, dv);
       }
       scatter_key_gradients(pack, all_dk, all_dv);
     }
