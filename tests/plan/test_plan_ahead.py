@@ -212,8 +212,9 @@ def _bidirectional() -> list[dict[int, list[tuple[int, int]]]]:
         lengths, heads=HEADS, lengths=list, bidirectional=lambda batch: ranges.get(tuple(batch), ())
     ) as steps:
         found += [plan.layout.bidirectional for _, plan in steps]
-    segments = [[(7, 0, 4), (9, 0, 5)], [(7, 4, 10)]][rank]
-    told = [[(7, 2, 6), (9, 0, 1)], [(7, 2, 6), (7, 8, 10)]][rank]
+    last = 2**40  # documents may have any numbers
+    segments = [[(7, 0, 4), (last, 0, 5)], [(7, 4, 10)]][rank]
+    told = [[(7, 2, 6), (last, 0, 1)], [(7, 2, 6), (7, 8, 10)]][rank]
     with distca.PlanAhead([segments], heads=HEADS, segments=list, bidirectional=lambda _: told) as steps:
         found += [plan.layout.bidirectional for _, plan in steps]
     return found

@@ -12,8 +12,8 @@ from distca.arguments import is_whole, listed
 from distca.errors import InvalidArgumentError
 from distca.planner.layout import PADDING, Layout
 
-#: The largest number of a document or of a row.
-_MOST = 2**31
+#: The largest number that a rank can tell.
+_MOST = 2**63 - 1
 
 #: Whether the first document of a batch continues the last one of the rank before; None if none ever does.
 Continues = Callable[[Any], bool] | None
