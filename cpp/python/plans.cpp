@@ -142,6 +142,7 @@ void bind_layout(py::module_& m) {
           py::arg("parts"), py::arg("num_ranks"))
       .def("with_bidirectional", &with_bidirectional, py::arg("rows"))
       .def_property_readonly("bidirectional", &bidirectional_of)
+      .def_property_readonly("has_bidirectional", &plan::Layout::has_bidirectional)
       .def_property_readonly("num_ranks", &plan::Layout::num_ranks)
       .def_property_readonly("document_lengths", &plan::Layout::document_lengths)
       .def(

@@ -260,9 +260,9 @@ class Layout:
         2407.07726), and of Gemma 3 and 4 with images. The full mask lets all rows see each other anyway.
 
         Args:
-            rows: for each document that has any, ranges ``(begin, end)`` of such rows. Ranges of a
-                document do not overlap; two that touch stay two. They may go over the borders of ranks. They take the
-                place of those that this layout has.
+            rows: for each document that has any, ranges ``(begin, end)`` of such rows. Ranges of a document do not
+                overlap; two that touch stay two. They may go over the borders of ranks. They take the place of those
+                that this layout has.
 
         Raises:
             InvalidArgumentError: a document does not exist, or a range is not one of its rows or overlaps another.

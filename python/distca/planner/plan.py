@@ -92,7 +92,7 @@ class Plan:
         if numbers:
             number = numbers[first or 0]
         self.has_documents = first is not None
-        self.has_bidirectional = bool(self.layout.bidirectional)
+        self.has_bidirectional = self.layout._core.has_bidirectional
         mask, window, *_ = self._arguments["scores"][number]
         self.mask: str = MASKS[mask]
         self.window: int | None = window or None
@@ -235,7 +235,7 @@ class Plans(Mapping[Window, Plan]):
         self._by_window = dict(by_window)
         whole = [plan.whole if isinstance(window, Chunk) else plan.layout for window, plan in self.items()]
         layouts = [layout for layout in whole if layout is not None]
-        found = max(layouts, key=lambda layout: len(layout.bidirectional), default=None)  # some may lack such rows
+        found = max(layouts, key=lambda layout: layout._core.has_bidirectional, default=None)  # some may lack such rows
         if found is None:
             raise InvalidArgumentError(
                 "plans: all are of chunks, and do not tell the documents: make them with "
