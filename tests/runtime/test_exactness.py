@@ -401,3 +401,19 @@ def test_padding_rows_come_back_as_nothing() -> None:
             assert (t == 0).all()
     for a, b in zip(together((9,), layout, results), oracle(batch), strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-6)
+
+
+@DTYPES
+def test_what_an_earlier_step_has_left_in_scratch_memory_touches_no_row(dtype: torch.dtype) -> None:
+    """Not even NaN, nor in rows whose first key lies after the first ones of their document."""
+    shape = distca.Heads(4, 2, 32, dtype=dtype)
+    plan = distca.plan(distca.Layout.from_documents([[900]]), shape, window=100)
+    batch = random_batch((900,), shape, 51)
+    poisoned = dataclasses.replace(batch, v=torch.full_like(batch.v, math.nan))
+    with loopback_group(plan) as [context]:
+        run_step(poisoned, plan, context)
+        after = run_step(batch, plan, context)
+    with loopback_group(plan) as [context]:
+        alone = run_step(batch, plan, context)
+    for name, a, b in zip(NAMES, after, alone, strict=True):
+        assert torch.equal(a, b), name
