@@ -106,7 +106,7 @@ FAULTS = [
         "cpp/plan/bounds.cpp",
         "if (document.mask.mask.window == 0) continue;",
         "continue;",
-        (LOADS,),
+        (LAYOUT,),
     ),
     Fault(
         "bidirectional: ATen gets the window of a whole range for a part of it",

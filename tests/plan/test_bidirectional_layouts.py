@@ -106,3 +106,11 @@ def test_a_range_counts_in_loads() -> None:
     layout = distca.Layout.from_documents([[100], [100]]).with_bidirectional({0: [(10, 60)]})
     before = distca.plan(layout, distca.Heads(q=1, kv=1, dim=16), balance=False).stats.load_before
     assert before == [5050 + 50 * 49 // 2, 5050]
+
+
+def test_no_load_is_less_than_the_first_row_of_a_range_costs() -> None:
+    """Under a window it sees more keys than the last row of its document."""
+    layout = distca.Layout.from_documents([[5], [], [], [], [], []]).with_bidirectional({0: [(0, 5)]})
+    stats = distca.plan(layout, distca.Heads(q=1, kv=1, dim=16), window=1, tolerance=0.0, min_rows=1).stats
+    assert sum(stats.load_before) == 5 + 4 + 3 + 2 + 1
+    assert stats.lower_bound == stats.largest == 5
