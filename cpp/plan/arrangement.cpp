@@ -111,7 +111,7 @@ class Arranger {
     }
     g.task_begin = begin;
     g.task_end = end;
-    const auto placements = layout_.placements(g.document);
+    const auto placements = layout_.key_placements(g.document);
     is_local = is_local && std::any_of(placements.begin(), placements.end(), [&](const Placement& p) {
                  return p.rank == g.server && p.begin <= g.kv_begin && p.end >= g.kv_end;
                });
@@ -172,7 +172,7 @@ class Arranger {
 
   void add_waiting_group(Group& g) {
     g.num_arena_blocks = ceil_div(g.kv_end, block_rows_) - g.kv_begin / block_rows_;
-    for (const Placement& p : layout_.placements(g.document)) {
+    for (const Placement& p : layout_.key_placements(g.document)) {
       const BlockRange local = local_blocks(g, p, block_rows_);
       g.num_arena_blocks -= local.end - local.begin;
     }
@@ -191,7 +191,7 @@ class Arranger {
   /// Calls visit(home, rows) for each segment on another rank of which the group needs rows.
   template <class Visit>
   void for_each_source(const Group& g, const Visit& visit) const {
-    for (const Placement& p : layout_.placements(g.document)) {
+    for (const Placement& p : layout_.key_placements(g.document)) {
       const int64_t rows = std::min(p.end, g.kv_end) - std::max(p.begin, g.kv_begin);
       if (p.rank != g.server && rows > 0) visit(p.rank, rows);
     }
@@ -269,15 +269,25 @@ class Arranger {
 
   // ---- which server contributes to which key gradients ----
 
+  /// A group that may see rows of a document: those before `end`.
+  struct Seeing {
+    uint32_t group = 0;
+    int64_t end = 0;
+  };
+  int64_t first_head(const Seeing& s) const { return a_.groups[s.group].kv_head_begin; }
+
   void split_key_gradients(int64_t document) {
-    const auto groups = a_.groups_of_document[document];
-    by_heads_.assign(groups.begin(), groups.end());
-    std::stable_sort(by_heads_.begin(), by_heads_.end(),
-                     [&](uint32_t x, uint32_t y) { return a_.groups[x].kv_head_begin < a_.groups[y].kv_head_begin; });
+    by_heads_.clear();
+    layout_.for_each_reader(document, [&](const Reader& reader) {
+      for (uint32_t i : a_.groups_of_document[reader.document])
+        by_heads_.push_back({i, std::min(a_.groups[i].kv_end, reader.end)});
+    });
+    std::sort(by_heads_.begin(), by_heads_.end(), [&](const Seeing& x, const Seeing& y) {
+      return std::pair(first_head(x), x.group) < std::pair(first_head(y), y.group);
+    });
     for (auto begin = by_heads_.begin(); begin != by_heads_.end();) {
-      const int64_t heads = a_.groups[*begin].kv_head_begin;
       const auto end =
-          std::find_if(begin, by_heads_.end(), [&](uint32_t g) { return a_.groups[g].kv_head_begin != heads; });
+          std::find_if(begin, by_heads_.end(), [&](const Seeing& s) { return first_head(s) != first_head(*begin); });
       split_key_gradients(document, {begin, end});
       begin = end;
     }
@@ -285,52 +295,56 @@ class Arranger {
 
   /// Cuts the rows of one document and head range wherever the keys of a group begin or end. All rows between two
   /// neighbouring cuts have the same groups, which come by server.
-  void split_key_gradients(int64_t document, std::span<const uint32_t> groups) {
+  void split_key_gradients(int64_t document, std::span<const Seeing> groups) {
     cuts_.clear();
-    for (uint32_t g : groups) {
-      cuts_.push_back(a_.groups[g].kv_begin);
-      cuts_.push_back(a_.groups[g].kv_end);
+    for (const Seeing& s : groups) {
+      cuts_.push_back(a_.groups[s.group].kv_begin);
+      cuts_.push_back(s.end);
     }
     std::sort(cuts_.begin(), cuts_.end());
     for (const Placement& p : layout_.placements(document)) {
       for (int64_t row = p.begin; row < p.end;) {
         const int64_t end = std::min(p.end, *std::upper_bound(cuts_.begin(), cuts_.end(), row));
-        add_key_gradients(groups, row, end, p.rank, p.row + (row - p.begin));
+        add_key_gradients(groups, {document, row, end, p.rank, p.row + (row - p.begin)});
         row = end;
       }
     }
   }
 
-  /// Adds the gradients of document rows [begin, end), which lie at row `home_row` of `home` and have the same servers.
-  void add_key_gradients(std::span<const uint32_t> groups, int64_t begin, int64_t end, int64_t home, int64_t home_row) {
+  /// Adds the gradients of rows that are seen by the same groups.
+  void add_key_gradients(std::span<const Seeing> groups, const Placement& rows) {
     const size_t first = drafts_.size();
     size_t own = drafts_.max_size();
-    for (uint32_t i : groups) {
-      const Group& g = a_.groups[i];
-      if (g.kv_begin > begin || end > g.kv_end) continue;
-      if (g.server == home) own = drafts_.size();
+    for (const Seeing& s : groups) {
+      const Group& g = a_.groups[s.group];
+      if (g.kv_begin > rows.begin || rows.end > s.end) continue;
+      if (g.server == rows.rank) own = std::min(own, drafts_.size());
       KeyGradient gradient;
-      gradient.group = i;
-      gradient.begin = begin;
-      gradient.end = end;
-      gradient.home = home;
-      gradient.home_row = home_row;
-      gradient.target = g.server == home ? GradTarget::kReturned : GradTarget::kArena;
+      gradient.group = s.group;
+      gradient.document = rows.document;
+      gradient.begin = rows.begin;
+      gradient.end = rows.end;
+      gradient.home = rows.rank;
+      gradient.home_row = rows.row;
+      gradient.target = g.server == rows.rank ? GradTarget::kReturned : GradTarget::kArena;
       drafts_.push_back(gradient);
     }
     if (drafts_.size() - first < 2) return;
     const Group& g = a_.groups[drafts_[first].group];
     for (size_t i = first; i < drafts_.size(); ++i) {
-      if (!options_.reduces_narrow() || drafts_[i].target == GradTarget::kReturned)
-        drafts_[i].target = GradTarget::kPartial;
+      // What starts a sum at its home is in fp32, as the sum is. All terms that are added have one dtype.
+      drafts_[i].target = options_.reduces_narrow() && i != own ? GradTarget::kArena : GradTarget::kPartial;
       drafts_[i].sum = static_cast<int64_t>(a_.sums.size());
     }
     // The home's own contribution goes straight into the sum. Without one, the first contribution that arrives does.
     drafts_[own < drafts_.size() ? own : first].is_first = true;
-    a_.sums.push_back({home, home_row, end - begin, g.kv_head_begin, g.kv_head_end, -1, -1});
+    a_.sums.push_back({rows.rank, rows.row, rows.end - rows.begin, g.kv_head_begin, g.kv_head_end, -1, -1});
   }
 
   void order_gradients() {
+    if (layout_.has_branches())  // rows that a document shares may be of documents with higher numbers
+      std::stable_sort(drafts_.begin(), drafts_.end(),
+                       [](const KeyGradient& x, const KeyGradient& y) { return x.begin < y.begin; });
     Buckets by_group;
     by_group.fill(a_.groups.size(), drafts_.size(), [&](size_t i) { return drafts_[i].group; });
     a_.gradients.reserve(drafts_.size());
@@ -362,7 +376,7 @@ class Arranger {
     for (KeyGradient& g : a_.gradients) {
       const Group& group = a_.groups[g.group];
       if (g.target == GradTarget::kReturned) continue;
-      if (group.server == g.home) {
+      if (group.server == g.home && g.is_first) {
         const KeyGradientSum& sum = a_.sums[static_cast<size_t>(g.sum)];
         g.dk = sum.dk;
         g.dv = sum.dv;
@@ -423,7 +437,7 @@ class Arranger {
   const std::span<const Task> tasks_;
   Arrangement a_;
   std::vector<KeyGradient> drafts_;
-  std::vector<uint32_t> by_heads_;
+  std::vector<Seeing> by_heads_;
   std::vector<int64_t> cuts_;
 };
 

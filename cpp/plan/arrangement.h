@@ -38,12 +38,12 @@ class Buckets {
   std::vector<uint32_t> first_, items_;
 };
 
-/// Whether the task is a whole document in one segment, computed at home. Nothing of such a document travels, and it
-/// needs no arrangement.
+/// Whether the task is a whole document in one segment, computed at home, that shares no row with another. Nothing of
+/// such a document travels, and it needs no arrangement.
 inline bool is_whole_at_home(const Layout& layout, const HeadShape& heads, const Task& t) {
   return t.server == t.home && t.kv_head_end - t.kv_head_begin == heads.kv_heads && t.q_begin == 0 &&
          t.q_end == layout.document_lengths()[static_cast<size_t>(t.document)] &&
-         layout.placements(t.document).size() == 1;
+         layout.placements(t.document).size() == 1 && !layout.shares_rows(t.document);
 }
 
 /// The tasks of one document and head range at one server that together see one unbroken range of keys.
@@ -73,9 +73,12 @@ struct RemoteTask {
   int64_t round = 0;                                   // the round in which dq comes home
 };
 
-/// Key gradients of document rows [begin, end) that a group computes. All of these rows live on one rank.
+/// Key gradients of document rows [begin, end) that a group computes. All of these rows live on one rank. Of rows that
+/// documents share, a rank may compute several contributions as the server that is their home. The first starts the
+/// sum; the others are added to it as if they had arrived.
 struct KeyGradient {
   size_t group = 0;
+  int64_t document = 0;  // whose own rows they are; the group may be of one that shares them
   int64_t begin = 0, end = 0;
   int64_t home = 0, home_row = 0;
   GradTarget target = GradTarget::kReturned;
@@ -90,7 +93,7 @@ struct KeyGradient {
   TensorKind dv_kind() const { return target == GradTarget::kPartial ? TensorKind::kDvPartial : TensorKind::kDv; }
 };
 
-/// A sum of key gradients of the same rows, to which several servers contribute.
+/// A sum of key gradients of the same rows, to which several groups contribute.
 struct KeyGradientSum {
   int64_t home = 0;
   int64_t row = 0, num_rows = 0;

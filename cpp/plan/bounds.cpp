@@ -23,8 +23,9 @@ using Wide = __int128;
 ///     bytes >= sum B(C) >= x excess - sum (x C - B(C)) >= x excess - sum max_C (x C - B(C)).
 /// That maximum is known. Rows that cost more than t = query_row / x are worth their bytes. If any row is worth them,
 /// all such rows are, because under the causal mask the next higher row costs more at the same bytes. Every t gives a
-/// valid bound, and halving finds the best one. The proof needs costs that add up, and rows that cost no less than
-/// those before them. It does not hold for cost models with rates, nor where rows under a window see those after them.
+/// valid bound, and halving finds the best one. The proof needs costs that add up, rows that cost no less than those
+/// before them, and keys that one document alone needs. It does not hold for cost models with rates, where rows under a
+/// window see those after them, nor where documents share rows.
 class BorderBound {
  public:
   BorderBound(const Layout& layout, const PlanOptions& options)
@@ -187,7 +188,8 @@ int64_t load_lower_bound(const Layout& layout, const PlanOptions& options) {
 }
 
 ByteBounds byte_lower_bounds(const Layout& layout, const PlanOptions& options) {
-  if (!options.cost.is_additive() || rows_may_cost_less_than_earlier_ones(layout, options)) return {};
+  if (!options.cost.is_additive() || layout.has_branches() || rows_may_cost_less_than_earlier_ones(layout, options))
+    return {};
   const std::vector<int64_t> load = loads_at_home(layout, options), speeds = server_speeds(layout, options);
   const int64_t total = std::accumulate(load.begin(), load.end(), int64_t{0});
   const std::vector<int64_t> limits = load_limits(total, speeds, options.tolerance_ppm);

@@ -58,6 +58,17 @@ std::span<const Held> Checker::held(int64_t document) const {
   return {first, last};
 }
 
+std::vector<Held> Checker::held_keys(int64_t document) const {
+  const std::span<const Held> own = held(document);
+  const BranchRow* const branch = slice_.branch(document);
+  if (branch == nullptr) return {own.begin(), own.end()};
+  std::vector<Held> keys = held_keys(branch->parent);
+  while (!keys.empty() && keys.back().begin >= branch->first_row) keys.pop_back();
+  if (!keys.empty()) keys.back().end = std::min(keys.back().end, branch->first_row);
+  keys.insert(keys.end(), own.begin(), own.end());
+  return keys;
+}
+
 void Checker::check_groups() const {
   int64_t next_task = 0, next_block = 0, next_grad = 0, index = 0, local_tasks = 0, round = -1;
   for (const GroupRow& g : slice_.groups()) {
@@ -94,7 +105,7 @@ void Checker::check_blocks() {
   const int64_t size = h_.key_block_rows;
   int64_t index = 0;
   for (const GroupRow& g : slice_.groups()) {
-    const std::span<const Held> here = held(g.document);
+    const std::vector<Held> here = held_keys(g.document);
     int64_t arena_row = 0, rows_of_others = 0;
     size_t next = 0;  // first segment that ends after the block's first key
     for (int64_t b = 0; b < g.num_blocks; ++b) {

@@ -68,8 +68,11 @@ class Checker {
 
   void find_rows();
 
-  /// This rank's segments of a document, ascending.
+  /// This rank's segments of a document that are its own, ascending.
   std::span<const Held> held(int64_t document) const;
+
+  /// This rank's segments of all rows that a document has, those that it shares included, ascending.
+  std::vector<Held> held_keys(int64_t document) const;
 
   /// The entry of by_row_ that holds all of rows [row, row + num_rows), or null if none does.
   const Held* segment_of(int64_t row, int64_t num_rows) const {
@@ -79,9 +82,15 @@ class Checker {
     const Held& s = *std::prev(after);
     return row + num_rows <= s.row + (s.end - s.begin) ? &s : nullptr;
   }
-  /// Whether rows [begin, begin + num_rows) of the document lie on this rank from `row` on.
+  /// Whether rows [begin, begin + num_rows) of the document lie on this rank from `row` on. If the document shares
+  /// them, they are all of one other.
   bool holds(int64_t row, int64_t num_rows, int64_t document, int64_t begin) const {
     const Held* const s = segment_of(row, num_rows);
+    for (const BranchRow* b = slice_.branch(document); b != nullptr && begin < b->first_row;
+         b = slice_.branch(document)) {
+      if (begin + num_rows > b->first_row) return false;
+      document = b->parent;
+    }
     return s != nullptr && s->document == document && s->begin + (row - s->row) == begin;
   }
 
@@ -119,7 +128,7 @@ class Checker {
   void check_results(Phase p);
 
   /// Adds the key gradients to the results. Any rank may be the home of a key gradient; it is the peer to which the
-  /// gradient is sent. Gradients that are sent nowhere must be the first terms of sums of this rank's own rows.
+  /// gradient is sent. Gradients that are sent nowhere must be terms of sums of this rank's own rows.
   void add_gradients(std::vector<Move>& results, const std::vector<Move>& sent);
 
   // ---- consistency_messages.cpp: what comes home ----
@@ -167,12 +176,15 @@ class Checker {
     int64_t document, begin;
   };
 
+  /// Takes the own term at this offset away. Returns whether there is one; checks that it is of the rows of `sum`.
+  bool take_own_term(TensorKind kind, int64_t offset, const ReceiveRow& sum);
+
   const SliceView& slice_;
   const Header& h_;
   std::vector<Held> held_;          // by document
   std::vector<Held> by_row_;        // by row; segments that continue one another are one
   std::vector<Move> copies_;        // copies that this rank has to make
-  std::vector<OwnTerm> own_terms_;  // key gradients of this rank that start sums
+  std::vector<OwnTerm> own_terms_;  // key gradients of this rank that go into its own sums
   std::vector<Move> sums_;
   // The rounds in which tasks need keys of other ranks, in forward and in backward.
   std::array<std::array<bool, kMaxRoundsIn>, 2> needs_others_ = {};

@@ -83,19 +83,30 @@ void Checker::check_sums() {
     }
     const auto kind = static_cast<int64_t>(kind_of_sum(static_cast<TensorKind>(first.tensor)));
     sums_.push_back({static_cast<int64_t>(Phase::kBackward), kind, first.sum, part_of(first), 0});
-    const auto own = std::find_if(own_terms_.begin(), own_terms_.end(), [&](const OwnTerm& t) {
-      return t.move.tensor == kind && t.move.offset == first.sum;
-    });
     const bool starts = first.action == static_cast<int64_t>(ReceiveAction::kAssign);
-    check_plan(starts == (own == own_terms_.end()), "a sum of key gradients has no first term, or two");
-    if (own == own_terms_.end()) continue;
-    const Part& part = own->move.part;
-    check_plan(part.num_rows == first.num_rows && part.kv_head_begin == first.kv_head_begin &&
-                   part.kv_head_end == first.kv_head_end && holds(first.row, first.num_rows, own->document, own->begin),
-               "this rank's own term of a sum is of other rows");
-    own_terms_.erase(own);
+    check_plan(starts != take_own_term(static_cast<TensorKind>(kind), first.sum, first),
+               "a sum of key gradients has no first term, or two");
+    for (size_t t = begin; t < i; ++t) {
+      if (terms[t]->peer != h_.rank) continue;
+      check_plan(!starts && terms[t]->round == 0 &&
+                     take_own_term(static_cast<TensorKind>(terms[t]->tensor), terms[t]->source, first),
+                 "this rank adds a term of its own to a sum that it does not compute");
+    }
   }
   check_plan(own_terms_.empty(), "key gradients are computed that are neither returned nor sent nor added");
+}
+
+bool Checker::take_own_term(TensorKind kind, int64_t offset, const ReceiveRow& sum) {
+  const auto own = std::find_if(own_terms_.begin(), own_terms_.end(), [&](const OwnTerm& t) {
+    return t.move.tensor == static_cast<int64_t>(kind) && t.move.offset == offset;
+  });
+  if (own == own_terms_.end()) return false;
+  const Part& part = own->move.part;
+  check_plan(part.num_rows == sum.num_rows && part.kv_head_begin == sum.kv_head_begin &&
+                 part.kv_head_end == sum.kv_head_end && holds(sum.row, sum.num_rows, own->document, own->begin),
+             "this rank's own term of a sum is of other rows");
+  own_terms_.erase(own);
+  return true;
 }
 
 void Checker::check_returned(TensorKind kind) {
@@ -161,8 +172,11 @@ void Checker::check_waits(Phase p) const {
       awaited_home.emplace_back(w.round, w.peer);
   }
   for (const ReceiveRow& r : slice_.receives(p)) {
-    check_plan(r.peer != h_.rank, "rows come home from their own rank");
-    home.emplace_back(r.round, r.peer);
+    if (r.peer != h_.rank) {
+      home.emplace_back(r.round, r.peer);
+      continue;
+    }
+    check_plan(r.action == static_cast<int64_t>(ReceiveAction::kAdd), "rows come home from their own rank");
   }
   std::sort(home.begin(), home.end());
   home.erase(std::unique(home.begin(), home.end()), home.end());

@@ -88,7 +88,10 @@ class Fitter {
   void keep_documents_at_home(int64_t rank) {
     for (const Placement& p : layout_.placements()) {
       if (p.rank != rank) continue;
-      for (const Placement& other : layout_.placements(p.document)) allowed_.out[static_cast<size_t>(other.rank)] = 0;
+      layout_.for_each_reader(p.document, [&](const Reader& reader) {
+        for (const Placement& other : layout_.placements(reader.document))
+          allowed_.out[static_cast<size_t>(other.rank)] = 0;
+      });
     }
   }
 

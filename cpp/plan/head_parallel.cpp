@@ -118,11 +118,12 @@ std::vector<int64_t> ranks_of(std::span<const Placement> placements) {
 }
 
 /// Whether ranks may exchange rows of the document for heads. Short segments would become tasks of as few rows and many
-/// small messages. A rank that does not serve gives all of its rows away in any case.
+/// small messages. A rank that does not serve gives all of its rows away in any case. Keys that documents share would
+/// travel to the servers of each.
 bool may_exchange(const Layout& layout, const PlanOptions& options, const std::vector<int64_t>& speeds,
                   int64_t document) {
   const auto placements = layout.placements(document);
-  return placements.size() > 1 &&
+  return placements.size() > 1 && !layout.shares_rows(document) &&
          layout.document_lengths()[static_cast<size_t>(document)] / std::ssize(placements) >= options.min_rows &&
          std::all_of(placements.begin(), placements.end(),
                      [&](const Placement& p) { return speeds[static_cast<size_t>(p.rank)] > 0; });
@@ -137,7 +138,7 @@ class Chooser {
         saves_(saves),
         num_heads_(head_groups(options).num_groups),
         has_nodes_(ranks_of_node(layout, options) < layout.num_ranks()) {
-    for (int64_t length : layout.document_lengths()) num_rows_ += length;
+    for (const Placement& p : layout.placements()) num_rows_ += p.end - p.begin;
   }
 
   HeadParallel operator()(int64_t document) const {

@@ -96,7 +96,8 @@ Block emptiest_block(const std::vector<int64_t>& used, size_t n) {
 
 }  // namespace
 
-Layout::Layout(std::vector<std::vector<Segment>> ranks) : ranks_(std::move(ranks)) {
+Layout::Layout(std::vector<std::vector<Segment>> ranks, std::vector<Branch> branches)
+    : ranks_(std::move(ranks)), branches_(std::move(branches)) {
   require(!ranks_.empty() && ranks_.size() <= static_cast<size_t>(kMaxRanks), "layout: ", ranks_.size(),
           " ranks; 1 to ", kMaxRanks, " are allowed");
   for (size_t r = 0; r < ranks_.size(); ++r) {
@@ -113,6 +114,10 @@ Layout::Layout(std::vector<std::vector<Segment>> ranks) : ranks_(std::move(ranks
   std::sort(placements_.begin(), placements_.end(), [](const Placement& a, const Placement& b) {
     return a.document != b.document ? a.document < b.document : a.begin < b.begin;
   });
+  std::ranges::sort(branches_, {}, &Branch::document);
+  const auto is_branch = [&](int64_t document) {
+    return std::ranges::binary_search(branches_, document, {}, &Branch::document);
+  };
   for (const Placement& p : placements_) {
     const int64_t next = num_documents();
     if (p.document == next - 1) {
@@ -125,11 +130,68 @@ Layout::Layout(std::vector<std::vector<Segment>> ranks) : ranks_(std::move(ranks
     }
     require(p.document == next, "layout: document ", next, " is missing; documents are numbered 0 .. n-1 without gaps,",
             " and the next one given is ", p.document, " on rank ", p.rank);
-    require(p.begin == 0, "layout: document ", p.document, ": rows [0, ", p.begin, ") are on no rank");
+    require(p.begin == 0 || is_branch(p.document), "layout: document ", p.document, ": rows [0, ", p.begin,
+            ") are on no rank");
     first_placement_.push_back(static_cast<size_t>(&p - placements_.data()));
     document_lengths_.push_back(p.end);
   }
   first_placement_.push_back(placements_.size());
+  if (!branches_.empty()) add_branches();
+}
+
+/// Checks the branches, and finds what each document shares with which others.
+void Layout::add_branches() {
+  const auto n = static_cast<size_t>(num_documents());
+  std::vector<int64_t> parents(n, -1);
+  for (const Branch& b : branches_) {
+    require(b.document >= 0 && b.document < num_documents() && b.parent >= 0 && b.parent < num_documents(),
+            "layout: document ", b.document, " branches off document ", b.parent, "; 0 to ", num_documents() - 1,
+            " are allowed");
+    require(parents[static_cast<size_t>(b.document)] < 0, "layout: document ", b.document,
+            " branches off two documents: ", parents[static_cast<size_t>(b.document)], " and ", b.parent);
+    const int64_t first = first_row(b.document);
+    require(first_row(b.parent) < first && first <= document_lengths_[static_cast<size_t>(b.parent)],
+            "layout: document ", b.document, ", whose first row is ", first, ", branches off document ", b.parent,
+            ", which has rows [", first_row(b.parent), ", ", document_lengths_[static_cast<size_t>(b.parent)],
+            "); it has to have the row before that one");
+    parents[static_cast<size_t>(b.document)] = b.parent;
+  }
+  trees_.resize(n);
+  std::vector<std::vector<Reader>> readers(n);
+  std::vector<int64_t> path;  // the document, and those that it branches off, up to the one that is no branch
+  for (int64_t document = 0; document < num_documents(); ++document) {
+    path.clear();
+    for (int64_t d = document; d >= 0; d = parents[static_cast<size_t>(d)]) path.push_back(d);
+    trees_[static_cast<size_t>(document)] = path.back();
+    first_key_placement_.push_back(key_placements_.size());
+    for (size_t i = path.size(); i-- > 0;) {
+      const int64_t d = path[i];
+      const int64_t end = i == 0 ? document_lengths_[static_cast<size_t>(d)] : first_row(path[i - 1]);
+      readers[static_cast<size_t>(d)].push_back({document, end});
+      if (path.size() == 1) break;
+      for (Placement p : placements(d)) {
+        if (p.begin >= end) break;
+        p.end = std::min(p.end, end);
+        key_placements_.push_back(p);
+      }
+    }
+  }
+  first_key_placement_.push_back(key_placements_.size());
+  for (const std::vector<Reader>& of_document : readers) {
+    first_reader_.push_back(readers_.size());
+    readers_.insert(readers_.end(), of_document.begin(), of_document.end());
+  }
+  first_reader_.push_back(readers_.size());
+}
+
+int64_t Layout::parent(int64_t branch) const {
+  return std::ranges::lower_bound(branches_, branch, {}, &Branch::document)->parent;
+}
+
+std::span<const Placement> Layout::key_placements(int64_t document) const {
+  if (first_row(document) == 0) return placements(document);
+  const size_t first = first_key_placement_[static_cast<size_t>(document)];
+  return std::span(key_placements_).subspan(first, first_key_placement_[static_cast<size_t>(document) + 1] - first);
 }
 
 std::span<const Placement> Layout::placements(int64_t document) const {
@@ -157,9 +219,10 @@ Layout Layout::with_bidirectional(const std::vector<std::pair<int64_t, Bidirecti
   for (const auto& [document, rows] : sorted) {
     require(document >= 0 && document < num_documents(), "layout: bidirectional rows [", rows.begin, ", ", rows.end,
             ") of document ", document, "; 0 to ", num_documents() - 1, " are allowed");
-    const int64_t length = document_lengths_[static_cast<size_t>(document)];
-    require(0 <= rows.begin && rows.begin < rows.end && rows.end <= length, "layout: document ", document,
-            ": bidirectional rows [", rows.begin, ", ", rows.end, "); 0 <= begin < end <= ", length, " (its length)");
+    const int64_t first = first_row(document), length = document_lengths_[static_cast<size_t>(document)];
+    require(first <= rows.begin && rows.begin < rows.end && rows.end <= length, "layout: document ", document,
+            ": bidirectional rows [", rows.begin, ", ", rows.end, "); ", first, " <= begin < end <= ", length,
+            first > 0 ? " (its own rows)" : " (its length)");
     require(document != last_document || rows.begin >= last_end, "layout: document ", document,
             ": bidirectional rows [", rows.begin, ", ", rows.end, ") begin before the ones before them end, at row ",
             last_end);
@@ -291,6 +354,7 @@ Layout Layout::join(const std::vector<Part>& parts, int64_t num_ranks) {
   std::vector<std::vector<Segment>> ranks(static_cast<size_t>(num_ranks));
   std::vector<char> taken(ranks.size(), 0);
   std::vector<std::pair<int64_t, BidirectionalRows>> bidirectional;
+  std::vector<Branch> branches;
   int64_t num_documents = 0;
   for (const Part& part : parts) {
     require(std::ssize(part.ranks) == part.layout->num_ranks(), "layout: a part of ", part.layout->num_ranks(),
@@ -308,9 +372,11 @@ Layout Layout::join(const std::vector<Part>& parts, int64_t num_ranks) {
     for (int64_t document = 0; document < part.layout->num_documents(); ++document)
       for (const BidirectionalRows& rows : part.layout->bidirectional(document))
         bidirectional.emplace_back(num_documents + document, rows);
+    for (const Branch& b : part.layout->branches())
+      branches.push_back({num_documents + b.document, num_documents + b.parent});
     num_documents += part.layout->num_documents();
   }
-  return Layout(std::move(ranks)).with_bidirectional(bidirectional);
+  return Layout(std::move(ranks), std::move(branches)).with_bidirectional(bidirectional);
 }
 
 }  // namespace distca::plan

@@ -25,6 +25,7 @@ std::span<const int64_t> words_of(const std::vector<Row, Allocator>& rows) {
 uint64_t layout_digest(const Layout& layout) {
   ListDigest d;
   for (const std::vector<Segment>& segments : layout.ranks()) d.add(words_of(segments));
+  if (layout.has_branches()) d.add(words_of(layout.branches()));
   for (int64_t document = 0; layout.has_bidirectional() && document < layout.num_documents(); ++document)
     d.add(words_of(layout.bidirectional(document)));
   return d.value();
@@ -32,7 +33,7 @@ uint64_t layout_digest(const Layout& layout) {
 
 PlanArguments arguments_of(const Layout& layout, const PlanOptions& o, std::span<const GivenTask> given) {
   int64_t num_tokens = 0;
-  for (const int64_t length : layout.document_lengths()) num_tokens += length;
+  for (const Placement& p : layout.placements()) num_tokens += p.end - p.begin;
   ListDigest lists;
   for (const std::vector<int64_t>* list : {&o.servers, &o.speeds, &o.retain_bytes}) lists.add(*list);
   lists.add({&o.ranks_per_node, 1});
@@ -58,10 +59,10 @@ PlanArguments arguments_of(const Layout& layout, const PlanOptions& o, std::span
 
 /// The words of all tables but that of the ranks' digests.
 TableWords words_of(const SliceTables& t) {
-  return {std::span<const int64_t>(), words_of(t.scores),   words_of(t.bidirectional), words_of(t.groups),
-          words_of(t.tasks),          words_of(t.blocks),   words_of(t.grads),         words_of(t.segments),
-          words_of(t.sends[0]),       words_of(t.sends[1]), words_of(t.receives[0]),   words_of(t.receives[1]),
-          words_of(t.waits[0]),       words_of(t.waits[1])};
+  return {std::span<const int64_t>(), words_of(t.scores),   words_of(t.branches), words_of(t.bidirectional),
+          words_of(t.groups),         words_of(t.tasks),    words_of(t.blocks),   words_of(t.grads),
+          words_of(t.segments),       words_of(t.sends[0]), words_of(t.sends[1]), words_of(t.receives[0]),
+          words_of(t.receives[1]),    words_of(t.waits[0]), words_of(t.waits[1])};
 }
 
 /// The header words that all slices share, except the digest of the plan.
@@ -93,6 +94,7 @@ Plan::Plan(std::shared_ptr<const Layout> layout, const PlanOptions& options,
   const auto start = std::chrono::steady_clock::now();
   options_.check(*layout_);
   if (given) {
+    options_.split_heads = true;  // the tasks say which heads go where; bounds must hold for whatever they do
     draft_.tasks = task_list(*layout_, options_, *given);
     draft_.arrangement = arrange(*layout_, options_, draft_.tasks);
     check_capacity(draft_.arrangement, options_.capacity);

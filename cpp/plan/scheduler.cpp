@@ -190,14 +190,16 @@ Scheduler::Move Scheduler::best_move(const Piece& p, int64_t amount, int64_t min
   }
   // Ranks that hold other rows of the document, or were given some, lack fewer of its keys. (Where all of its rows lie
   // on one rank, a shard brings nearly as much for a byte to any rank.)
-  const auto of_document = layout_.placements(placement_of(p).document);
+  const int64_t document = placement_of(p).document;
+  const auto of_document = layout_.key_placements(document);
   if (of_document.size() > 1) {
-    const auto here = static_cast<size_t>(&placement_of(p) - of_document.data());
+    const auto own = layout_.placements(document);
+    const size_t here = of_document.size() - own.size() + static_cast<size_t>(&placement_of(p) - own.data());
     const size_t begin = here - std::min<size_t>(here, kNeighbours);
     for (size_t i = begin; i < std::min(of_document.size(), here + kNeighbours); ++i)
       if (room_of_[static_cast<size_t>(of_document[i].rank)] > 0)
         consider(p, amount, min_rows, static_cast<int32_t>(of_document[i].rank), best);
-    int32_t moved = gathers_ ? last_moved_[static_cast<size_t>(placement_of(p).document)] : -1;
+    int32_t moved = gathers_ ? last_moved_[static_cast<size_t>(document)] : -1;
     for (int i = 0; i < kTakers && moved >= 0; ++i) {
       const Piece& taken = pieces_[static_cast<size_t>(moved)];
       if (room_of_[static_cast<size_t>(taken.server)] > 0) consider(p, amount, min_rows, taken.server, best);
@@ -238,9 +240,11 @@ int64_t Scheduler::missing_keys(const Piece& p, const Shard& s, int32_t server) 
   const auto [length, mask] = document_of(p);
   int64_t next = mask.first_key(s.begin);
   const int64_t end = mask.end_key(s.end - 1, length);
-  const auto of_document = layout_.placements(document);
-  if (of_document.size() == 1 && last_moved_[static_cast<size_t>(document)] < 0) return end - next;
+  const auto of_document = layout_.placements(document), of_keys = layout_.key_placements(document);
+  if (of_keys.size() == 1 && last_moved_[static_cast<size_t>(document)] < 0) return end - next;
   std::vector<std::pair<int64_t, int64_t>> present;
+  for (const Placement& q : of_keys.first(of_keys.size() - of_document.size()))
+    if (q.rank == server) present.emplace_back(q.begin, q.end);
   const auto held = placements_of(static_cast<size_t>(server));
   const auto first = static_cast<int32_t>(of_document.data() - layout_.placements().data());
   for (auto i = std::lower_bound(held.begin(), held.end(), first); i != held.end(); ++i) {

@@ -174,8 +174,8 @@ class Scheduler {
 int64_t load_lower_bound(const Layout& layout, const PlanOptions& options);
 
 /// Lower bounds of bytes under the objective, for schedules that keep every load within the tolerance (proof:
-/// bounds.cpp). Where ranks may retain keys, these need not travel again in backward. The bounds are 0 where tasks do
-/// not cost what their parts cost, because nothing is proven then.
+/// bounds.cpp). Where ranks may retain keys, these need not travel again in backward. The bounds are 0 where nothing
+/// is proven: where tasks do not cost what their parts cost, and where documents share rows.
 struct ByteBounds {
   int64_t bytes = 0, between_nodes = 0;
 };

@@ -1,6 +1,8 @@
 #include "plan/slice_tables.h"
 
 #include <algorithm>
+#include <map>
+#include <set>
 #include <tuple>
 #include <unordered_map>
 
@@ -27,6 +29,7 @@ class Filler {
   void run() {
     clear();
     t_.scores.assign(options_.scores.begin(), options_.scores.end());
+    add_branches();
     add_bidirectional();
     add_whole_documents();
     for (uint32_t g : a_.groups_of_server[rank_]) add_group(a_.groups[g]);
@@ -44,6 +47,7 @@ class Filler {
 
  private:
   void clear() {
+    t_.branches.clear();
     t_.bidirectional.clear();
     t_.groups.clear();
     t_.tasks.clear();
@@ -78,6 +82,20 @@ class Filler {
     }
   }
 
+  /// Adds the branches of which this rank holds or computes rows, and those that they branch off.
+  void add_branches() {
+    if (!layout_.has_branches()) return;
+    std::set<int64_t> documents;
+    for (const Segment& s : layout_.ranks()[static_cast<size_t>(rank_)])
+      if (s.document != kPadding) documents.insert(s.document);
+    for (auto t = first_task(); t != tasks_.end() && t->server == rank_; ++t) documents.insert(t->document);
+    std::map<int64_t, BranchRow> found;
+    for (int64_t document : documents)
+      for (int64_t d = document; layout_.first_row(d) > 0 && !found.contains(d); d = layout_.parent(d))
+        found[d] = {d, layout_.parent(d), layout_.first_row(d)};
+    for (const auto& [document, branch] : found) add(t_.branches, branch);
+  }
+
   std::span<const Task>::iterator first_task() const {
     return std::lower_bound(tasks_.begin(), tasks_.end(), rank_,
                             [](const Task& t, int64_t rank) { return t.server < rank; });
@@ -100,7 +118,7 @@ class Filler {
   }
 
   void add_group(const Group& g) {
-    const auto placements = layout_.placements(g.document);
+    const auto placements = layout_.key_placements(g.document);
     const int64_t index = std::ssize(t_.groups);
     GroupRow& row = t_.groups.emplace_back();
     row.document = g.document;
@@ -144,7 +162,7 @@ class Filler {
     const auto fill_from_arena = [&](int64_t until) {
       for (; next < until; ++next, arena_row += block_rows_) t_.blocks.push_back(block_entry(arena_row, true));
     };
-    for (const Placement& p : layout_.placements(g.document)) {
+    for (const Placement& p : layout_.key_placements(g.document)) {
       const BlockRange local = local_blocks(g, p, block_rows_);
       if (local.begin == local.end) continue;
       fill_from_arena(local.begin);
@@ -170,7 +188,10 @@ class Filler {
   void add_gradient(const KeyGradient& g) {
     const bool returned = g.target == GradTarget::kReturned;
     add(t_.grads, {g.begin, g.end, static_cast<int64_t>(g.target), returned ? g.home_row : -1, g.dk, g.dv});
-    if (g.home == rank_) return;
+    if (g.home == rank_) {
+      if (g.sum >= 0 && !g.is_first) add_own_term(g);
+      return;
+    }
     const Group& group = a_.groups[g.group];
     const auto send_home = [&](TensorKind kind, int64_t source, int64_t target) {
       send(Phase::kBackward, Direction::kOut, g.round, group.round, g.home, kind, -1, source, g.end - g.begin,
@@ -197,7 +218,14 @@ class Filler {
   /// Sends keys of one of this rank's segments to the servers that need them, and copies those that lie in a block
   /// which this rank itself assembles.
   void send_keys(const Placement& segment) {
-    for (uint32_t i : a_.groups_of_document[segment.document]) {
+    layout_.for_each_reader(segment.document, [&](const Reader& reader) {
+      Placement seen = segment;
+      seen.end = std::min(segment.end, reader.end);
+      if (seen.begin < seen.end) send_keys(seen, reader.document);
+    });
+  }
+  void send_keys(const Placement& segment, int64_t reader) {
+    for (uint32_t i : a_.groups_of_document[reader]) {
       const Group& g = a_.groups[i];
       if (g.num_arena_blocks == 0) continue;
       const int64_t begin = std::max(segment.begin, g.kv_begin), end = std::min(segment.end, g.kv_end);
@@ -233,7 +261,7 @@ class Filler {
 
   int64_t arena_blocks_before(const Group& g, int64_t block) const {
     int64_t n = block - g.kv_begin / block_rows_;
-    for (const Placement& p : layout_.placements(g.document)) {
+    for (const Placement& p : layout_.key_placements(g.document)) {
       const BlockRange local = local_blocks(g, p, block_rows_);
       n -= std::max<int64_t>(0, std::min(local.end, block) - local.begin);
     }
@@ -273,6 +301,18 @@ class Filler {
     send_home(Phase::kForward, 0, TensorKind::kLse, r.forward_lse, r.home_lse);
     send_home(Phase::kBackward, r.round, TensorKind::kDq, r.backward_dout, r.home_dq);
     for (Phase phase : kPhases) wait(phase, Direction::kIn, round_in, t.home);
+  }
+
+  /// A term of a sum that this rank computes itself, as the home. It is taken in with what comes in the first round.
+  void add_own_term(const KeyGradient& g) {
+    const KeyGradientSum& sum = a_.sums[static_cast<size_t>(g.sum)];
+    const Group& group = a_.groups[g.group];
+    const auto receive = [&](TensorKind kind, int64_t source, int64_t place_of_sum) {
+      add(t_.receives[1], {0, rank_, static_cast<int64_t>(kind), static_cast<int64_t>(ReceiveAction::kAdd), g.home_row,
+                           g.end - g.begin, group.kv_head_begin, group.kv_head_end, source, place_of_sum});
+    };
+    receive(g.dk_kind(), g.dk, sum.dk);
+    receive(g.dv_kind(), g.dv, sum.dv);
   }
 
   void receive_gradient(const KeyGradient& g) {

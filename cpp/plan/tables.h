@@ -19,6 +19,7 @@
 // arena, from the end of forward on. They do not travel in backward and have no place in its arena.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cstddef>
@@ -34,7 +35,7 @@
 namespace distca::plan {
 
 inline constexpr int64_t kMagic = 0x64697374636131;  // "distca1"
-inline constexpr int64_t kFormatVersion = 8;
+inline constexpr int64_t kFormatVersion = 9;
 /// Every extent of an arena starts at a multiple of this many bytes.
 inline constexpr int64_t kExtentAlignment = 64;
 /// A label has at most as many bytes.
@@ -84,6 +85,12 @@ struct ScoresRow {
 
   Mask mask() const { return {static_cast<MaskKind>(mask_kind), window}; }
   bool operator==(const ScoresRow&) const = default;
+};
+
+/// A document that shares its first rows with another one: those before `first_row`, which is the first of its own.
+/// Rows of `parent` before its own first row are those of its parent in turn.
+struct BranchRow {
+  int64_t document, parent, first_row;
 };
 
 /// One unbroken range of keys of a document at this server, for a range of heads. Blocks are entries of the block table
@@ -158,7 +165,8 @@ enum class ReceiveAction : int64_t {
   kAssign = 1,  // the first contribution to the sum at `sum`
   kAdd = 2,     // a further one
 };
-/// Rows that come home, and what the home does with them. The terms of all sums of a slice have one dtype: fp32
+/// Rows that come home, and what the home does with them. Where `peer` is the rank itself, they are a further term of a
+/// sum that it has computed in its scratch. The terms of all sums of a slice have one dtype: fp32
 /// (kDkPartial, kDvPartial) or that of the heads (kDk, kDv).
 struct ReceiveRow {
   int64_t round, peer, tensor, action;
@@ -181,6 +189,7 @@ struct TableSpan {
 enum TableId : size_t {
   kRankDigests,  // tables_digest of each rank's tables
   kScores,
+  kBranches,  // of which the rank holds or computes rows, and those that they branch off; ascending by document
   kBidirectional,
   kGroups,
   kTasks,
@@ -301,6 +310,7 @@ constexpr TensorKind kind_of_sum(TensorKind kind) {
 /// The number of words of one row, for each table.
 inline constexpr std::array<int64_t, kNumTables> kRowWords = {1,
                                                               sizeof(ScoresRow) / 8,
+                                                              sizeof(BranchRow) / 8,
                                                               sizeof(BidirectionalRows) / 8,
                                                               sizeof(GroupRow) / 8,
                                                               sizeof(TaskRow) / 8,
@@ -325,6 +335,12 @@ class SliceView {
     return {h.q_heads, h.kv_heads, h.dim, h.v_dim, static_cast<DType>(h.dtype)};
   }
   std::span<const int64_t> rank_digests() const { return table<int64_t>(kRankDigests); }
+  std::span<const BranchRow> branches() const { return table<BranchRow>(kBranches); }
+  /// The branch of that number, or null if the document is none.
+  const BranchRow* branch(int64_t document) const {
+    const auto found = std::ranges::lower_bound(branches(), document, {}, &BranchRow::document);
+    return found != branches().end() && found->document == document ? &*found : nullptr;
+  }
   std::span<const BidirectionalRows> bidirectional() const { return table<BidirectionalRows>(kBidirectional); }
   std::span<const ScoresRow> scores() const { return table<ScoresRow>(kScores); }
   std::span<const BidirectionalRows> bidirectional_of(const GroupRow& g) const {

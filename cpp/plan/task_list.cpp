@@ -17,9 +17,12 @@ bool in_plan_order(const Task& a, const Task& b) {
 void check_given(const Layout& layout, const PlanOptions& options, const GivenTask& t, size_t index) {
   require(t.document >= 0 && t.document < layout.num_documents(), "plan: tasks[", index, "] is of document ",
           t.document, "; 0 to ", layout.num_documents() - 1, " are allowed");
+  const int64_t first = layout.first_row(t.document);
   const int64_t length = layout.document_lengths()[static_cast<size_t>(t.document)];
   require(t.q_begin >= 0 && t.q_begin < t.q_end && t.q_end <= length, "plan: tasks[", index, "] has rows [", t.q_begin,
           ", ", t.q_end, ") of document ", t.document, ", which has ", length);
+  require(t.q_begin >= first, "plan: tasks[", index, "] has rows [", t.q_begin, ", ", t.q_end, ") of document ",
+          t.document, ", a branch whose own rows begin at ", first);
   require(t.kv_head_begin >= 0 && t.kv_head_begin < t.kv_head_end && t.kv_head_end <= options.heads.kv_heads,
           "plan: tasks[", index, "] has key/value heads [", t.kv_head_begin, ", ", t.kv_head_end, ") of ",
           options.heads.kv_heads);
@@ -43,31 +46,28 @@ void cut_at(std::span<const int64_t> cuts, const Task& task, std::vector<Task>& 
 }
 
 /// How many tasks the cuts add.
-size_t num_cuts(std::span<const std::vector<int64_t>> cuts, std::span<const int32_t> cuts_of,
+size_t num_cuts(const Layout& layout, std::span<const std::vector<int64_t>> cuts, std::span<const int32_t> cuts_of,
                 std::span<const Task> tasks) {
   size_t n = 0;
   for (const Task& t : tasks) {
-    const int32_t index = cuts_of[static_cast<size_t>(t.document)];
+    const int32_t index = cuts_of[static_cast<size_t>(layout.tree(t.document))];
     if (index < 0) continue;
     for (int64_t head : cuts[static_cast<size_t>(index)]) n += t.kv_head_begin < head && head < t.kv_head_end;
   }
   return n;
 }
 
-/// Cuts tasks by heads until those of one document have equal or disjoint head ranges. Tasks come and stay sorted by
-/// (server, document, kv_head_begin, q_begin).
-std::vector<Task> with_equal_head_ranges(std::vector<Task> tasks) {
-  int64_t most_heads = 0, num_documents = 0;
-  for (const Task& t : tasks) {
-    most_heads = std::max(most_heads, t.kv_head_end);
-    num_documents = std::max(num_documents, t.document + 1);
-  }
-  // The heads where ranges begin and end, for documents that have several ranges.
-  std::vector<int32_t> cuts_of(static_cast<size_t>(num_documents), -1);
+/// Cuts tasks by heads until those of documents that share rows have equal or disjoint head ranges. Tasks come and stay
+/// sorted by (server, document, kv_head_begin, q_begin).
+std::vector<Task> with_equal_head_ranges(const Layout& layout, std::vector<Task> tasks) {
+  int64_t most_heads = 0;
+  for (const Task& t : tasks) most_heads = std::max(most_heads, t.kv_head_end);
+  // The heads where ranges begin and end, for trees that have several ranges.
+  std::vector<int32_t> cuts_of(static_cast<size_t>(layout.num_documents()), -1);
   std::vector<std::vector<int64_t>> cuts;
   for (const Task& t : tasks) {
     if (t.kv_head_begin == 0 && t.kv_head_end == most_heads) continue;
-    int32_t& index = cuts_of[static_cast<size_t>(t.document)];
+    int32_t& index = cuts_of[static_cast<size_t>(layout.tree(t.document))];
     if (index < 0) {
       index = static_cast<int32_t>(cuts.size());
       cuts.emplace_back();
@@ -76,18 +76,18 @@ std::vector<Task> with_equal_head_ranges(std::vector<Task> tasks) {
     cuts[static_cast<size_t>(index)].push_back(t.kv_head_end);
   }
   if (cuts.empty()) return tasks;
-  for (auto& of_document : cuts) {
-    std::sort(of_document.begin(), of_document.end());
-    of_document.erase(std::unique(of_document.begin(), of_document.end()), of_document.end());
+  for (auto& of_tree : cuts) {
+    std::sort(of_tree.begin(), of_tree.end());
+    of_tree.erase(std::unique(of_tree.begin(), of_tree.end()), of_tree.end());
   }
   // Tasks are cut from the last one to the first, into the same memory, because nearly all stay as they are.
-  size_t begin = tasks.size(), write = begin + num_cuts(cuts, cuts_of, tasks);
+  size_t begin = tasks.size(), write = begin + num_cuts(layout, cuts, cuts_of, tasks);
   tasks.resize(write);
   std::vector<Task> pieces;
   while (begin < write) {  // when they are equal, nothing is left to cut
     const size_t end = begin;
     const Task last = tasks[--begin];
-    const int32_t index = cuts_of[static_cast<size_t>(last.document)];
+    const int32_t index = cuts_of[static_cast<size_t>(layout.tree(last.document))];
     if (index < 0) {
       tasks[--write] = last;
       continue;
@@ -107,7 +107,8 @@ void check_complete(const Layout& layout, const HeadShape& heads, std::vector<Ta
   std::sort(tasks.begin(), tasks.end(), [](const Task& a, const Task& b) {
     return std::tie(a.document, a.kv_head_begin, a.q_begin) < std::tie(b.document, b.kv_head_begin, b.q_begin);
   });
-  int64_t document = 0, head = 0, head_end = 0, row = 0;
+  const auto first_row = [&](int64_t d) { return d < layout.num_documents() ? layout.first_row(d) : 0; };
+  int64_t document = 0, head = 0, head_end = 0, row = first_row(0);
   const auto fail = [](const std::tuple<int64_t, int64_t, int64_t>& at) {
     const auto& [of_document, of_head, of_row] = at;
     throw InvalidArgumentError(message("plan: the tasks do not compute row ", of_row, " of document ", of_document,
@@ -115,16 +116,16 @@ void check_complete(const Layout& layout, const HeadShape& heads, std::vector<Ta
   };
   const auto skip_finished = [&] {
     if (document < layout.num_documents() && row == layout.document_lengths()[static_cast<size_t>(document)]) {
-      row = 0;
       head = head_end;
       if (head == heads.kv_heads) {
         head = 0;
         ++document;
       }
+      row = first_row(document);
     }
   };
   for (const Task& t : tasks) {
-    if (row == 0) head_end = t.kv_head_end;
+    if (row == first_row(document)) head_end = t.kv_head_end;
     const auto expected = std::tuple(document, head, row), found = std::tuple(t.document, t.kv_head_begin, t.q_begin);
     if (found != expected) fail(std::min(found, expected));
     row = t.q_end;
@@ -146,7 +147,7 @@ void TaskWriter::add(const Placement& p, int64_t begin, int64_t end, int64_t gro
 
 std::vector<Task> TaskWriter::take() {
   end_run();
-  return with_equal_head_ranges(std::move(tasks_));
+  return with_equal_head_ranges(layout_, std::move(tasks_));
 }
 
 /// Finishes the tasks of one document at one server, which are all there now.
@@ -234,7 +235,7 @@ std::vector<Task> task_list(const Layout& layout, const PlanOptions& options, st
     }
   }
   std::sort(tasks.begin(), tasks.end(), in_plan_order);
-  tasks = with_equal_head_ranges(std::move(tasks));
+  tasks = with_equal_head_ranges(layout, std::move(tasks));
   check_complete(layout, options.heads, tasks);
   return tasks;
 }

@@ -8,28 +8,28 @@ namespace distca::plan {
 std::vector<Transfer> Plan::transfers() const {
   const Arrangement& arrangement = draft_.arrangement;
   std::vector<Transfer> all;
-  const auto add = [&](Phase phase, Direction direction, TensorKind tensor, int64_t home, const Group& g, int64_t begin,
-                       int64_t end) {
+  const auto add = [&](Phase phase, Direction direction, TensorKind tensor, int64_t home, const Group& g,
+                       int64_t document, int64_t begin, int64_t end) {
     const bool in = direction == Direction::kIn;
     const RowFormat format = row_format(options_.heads.with_kv_heads(g.num_kv_heads()), phase, direction, tensor);
-    all.push_back({phase, direction, in ? home : g.server, in ? g.server : home, g.document, begin, end,
-                   g.kv_head_begin, g.kv_head_end, tensor, (end - begin) * format.wire_bytes(), g.round});
+    all.push_back({phase, direction, in ? home : g.server, in ? g.server : home, document, begin, end, g.kv_head_begin,
+                   g.kv_head_end, tensor, (end - begin) * format.wire_bytes(), g.round});
   };
   for (const Group& g : arrangement.groups) {
     if (g.num_arena_blocks == 0) continue;
-    for (const Placement& p : layout_->placements(g.document)) {
+    for (const Placement& p : layout_->key_placements(g.document)) {
       const int64_t begin = std::max(p.begin, g.kv_begin), end = std::min(p.end, g.kv_end);
       if (p.rank == g.server || begin >= end) continue;
       for (TensorKind tensor : {TensorKind::kK, TensorKind::kV}) {
-        add(Phase::kForward, Direction::kIn, tensor, p.rank, g, begin, end);
-        if (!g.is_retained()) add(Phase::kBackward, Direction::kIn, tensor, p.rank, g, begin, end);
+        add(Phase::kForward, Direction::kIn, tensor, p.rank, g, p.document, begin, end);
+        if (!g.is_retained()) add(Phase::kBackward, Direction::kIn, tensor, p.rank, g, p.document, begin, end);
       }
     }
   }
   for (const RemoteTask& r : arrangement.remote) {
     const Task& t = draft_.tasks[r.task];
     const auto move = [&](Phase phase, Direction direction, TensorKind tensor) {
-      add(phase, direction, tensor, t.home, arrangement.groups[r.group], t.q_begin, t.q_end);
+      add(phase, direction, tensor, t.home, arrangement.groups[r.group], t.document, t.q_begin, t.q_end);
     };
     move(Phase::kForward, Direction::kIn, TensorKind::kQ);
     for (TensorKind tensor : {TensorKind::kOut, TensorKind::kLse}) move(Phase::kForward, Direction::kOut, tensor);
@@ -41,7 +41,7 @@ std::vector<Transfer> Plan::transfers() const {
     const Group& group = arrangement.groups[g.group];
     if (group.server == g.home) continue;
     for (TensorKind tensor : {g.dk_kind(), g.dv_kind()})
-      add(Phase::kBackward, Direction::kOut, tensor, g.home, group, g.begin, g.end);
+      add(Phase::kBackward, Direction::kOut, tensor, g.home, group, g.document, g.begin, g.end);
   }
   return all;
 }

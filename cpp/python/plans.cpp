@@ -16,11 +16,16 @@ namespace {
 using SegmentTuple = std::tuple<int64_t, int64_t, int64_t>;
 using TaskTuple = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
 
-std::shared_ptr<plan::Layout> layout_from_tuples(const std::vector<std::vector<SegmentTuple>>& ranks) {
+using BranchTuple = std::pair<int64_t, int64_t>;
+
+std::shared_ptr<plan::Layout> layout_from_tuples(const std::vector<std::vector<SegmentTuple>>& ranks,
+                                                 const std::vector<BranchTuple>& branches) {
   std::vector<std::vector<plan::Segment>> segments(ranks.size());
   for (size_t r = 0; r < ranks.size(); ++r)
     for (const auto& [document, begin, end] : ranks[r]) segments[r].push_back({document, begin, end});
-  return std::make_shared<plan::Layout>(std::move(segments));
+  std::vector<plan::Branch> given;
+  for (const auto& [document, parent] : branches) given.push_back({document, parent});
+  return std::make_shared<plan::Layout>(std::move(segments), std::move(given));
 }
 
 std::shared_ptr<plan::Layout> with_bidirectional(const plan::Layout& layout, const std::vector<SegmentTuple>& rows) {
@@ -125,7 +130,7 @@ void validate_words(const py::buffer& words) {
 
 void bind_layout(py::module_& m) {
   py::class_<plan::Layout, std::shared_ptr<plan::Layout>>(m, "Layout")
-      .def(py::init(&layout_from_tuples), py::arg("ranks"))
+      .def(py::init(&layout_from_tuples), py::arg("ranks"), py::arg("branches"))
       .def_static("from_documents", &plan::Layout::from_documents, py::arg("lengths"))
       .def_static("packed", &plan::Layout::packed, py::arg("lengths"), py::arg("ranks"), py::arg("tokens_per_rank"))
       .def_static("head_tail", &plan::Layout::head_tail, py::arg("lengths"), py::arg("ranks"), py::arg("longer_than"),
@@ -140,6 +145,12 @@ void bind_layout(py::module_& m) {
             return std::make_shared<plan::Layout>(plan::Layout::join(of_layout, num_ranks));
           },
           py::arg("parts"), py::arg("num_ranks"))
+      .def_property_readonly("branches",
+                             [](const plan::Layout& l) {
+                               std::vector<BranchTuple> branches;
+                               for (const plan::Branch& b : l.branches()) branches.emplace_back(b.document, b.parent);
+                               return branches;
+                             })
       .def("with_bidirectional", &with_bidirectional, py::arg("rows"))
       .def_property_readonly("bidirectional", &bidirectional_of)
       .def_property_readonly("has_bidirectional", &plan::Layout::has_bidirectional)

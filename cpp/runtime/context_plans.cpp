@@ -16,7 +16,9 @@ std::string first_difference(const plan::SliceView& a, const plan::SliceView& b)
     if (i >= slice.segments().size()) return std::string("nothing");
     const plan::SegmentRow& s = slice.segments()[i];
     const std::string rows = message("[", s.begin, ", ", s.end, ")");
-    return s.document == plan::kPadding ? "padding " + rows : message("rows ", rows, " of document ", s.document);
+    if (s.document == plan::kPadding) return "padding " + rows;
+    const plan::BranchRow* const branch = slice.branch(s.document);
+    return message("rows ", rows, " of document ", s.document, branch == nullptr ? "" : ", a branch");
   };
   for (size_t i = 0; i < std::max(a.segments().size(), b.segments().size()); ++i)
     if (text(a, i) != text(b, i))
@@ -89,7 +91,9 @@ void Context::check_same_problem(const plan::SliceView& forward, const plan::Sli
   const auto same = [&](const plan::SegmentRow& x, const plan::SegmentRow& y) {
     const bool same_document =
         are_labelled ? (x.document == plan::kPadding) == (y.document == plan::kPadding) : x.document == y.document;
-    return same_document && x.begin == y.begin && x.end == y.end;
+    const plan::BranchRow *const of_x = forward.branch(x.document), *const of_y = backward.branch(y.document);
+    const bool same_branch = (of_x == nullptr) == (of_y == nullptr) && (!of_x || of_x->first_row == of_y->first_row);
+    return same_document && same_branch && x.begin == y.begin && x.end == y.end;
   };
   if ((!are_labelled && f.layout_digest != b.layout_digest) ||
       !std::ranges::equal(forward.segments(), backward.segments(), same)) {

@@ -9,7 +9,7 @@ from hypothesis import given
 
 import distca
 from support.batches import examples
-from support.plan_reader import heads_of, keys_of_rows, read_slice
+from support.plan_reader import heads_of, keys_of_rows, own_rows, read_slice
 from support.random_plans import HEADS, Made, plans
 from support.step_simulation import Simulation
 
@@ -32,10 +32,9 @@ def test_every_visible_pair_of_every_head_is_computed_exactly_once(made: Made) -
         for row in range(task.q_begin, task.q_end):
             computed.update((task.document, row, head) for head in range(task.kv_head_begin, task.kv_head_end))
             assert homes[(task.document, row)] == task.home
-    lengths = plan.layout.document_lengths
     heads = range(plan.heads.kv)
     assert computed == Counter(
-        (d, row, head) for d, length in enumerate(lengths) for row in range(length) for head in heads
+        (d, row, head) for d, rows in enumerate(own_rows(plan.layout)) for row in rows for head in heads
     )
     of_slices = [
         (group.document, *t[1:5], *heads_of(group), t.home, rank, group.round)

@@ -17,7 +17,7 @@ from support.random_plans import HEADS, layouts
 def test_the_same_arguments_give_the_same_plan_to_the_last_bit(
     layout: distca.Layout, heads: distca.Heads, tolerance: float, min_rows: int
 ) -> None:
-    again = distca.Layout([layout.segments(rank) for rank in range(layout.num_ranks)])
+    again = distca.Layout([layout.segments(rank) for rank in range(layout.num_ranks)], branches=layout.branches)
     again = again.with_bidirectional(layout.bidirectional)
     first = distca.plan(layout, heads, tolerance=tolerance, min_rows=min_rows)
     second = distca.plan(again, heads, tolerance=tolerance, min_rows=min_rows, rank=layout.num_ranks - 1)

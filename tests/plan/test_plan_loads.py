@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import distca
 from support.batches import LENGTHS, examples, scattered, spill
-from support.plan_reader import keys_of_rows
+from support.plan_reader import keys_of_rows, own_rows
 from support.random_plans import COSTS, HEADS, Made, layouts, plans
 
 
@@ -81,8 +81,8 @@ def test_loads_are_what_the_tasks_cost(made: Made) -> None:
     # Ranks may share the heads of a row, but not the query heads of one key/value head. Therefore no plan does better
     # than the costliest such group of heads, or than the mean rounded up to whole groups.
     rows = [
-        max(_cost(plan, cost, d, row, row + 1) for row in range(length))
-        for d, length in enumerate(plan.layout.document_lengths)
+        max(_cost(plan, cost, d, row, row + 1) for row in rows_of_document)
+        for d, rows_of_document in enumerate(own_rows(plan.layout))
     ]
     shared = plan.heads.q // plan.heads.kv
     mean = -(-(total // shared) // len(servers))
@@ -168,3 +168,16 @@ def test_dedicated_servers_get_equal_loads_and_the_others_nothing() -> None:
         plan = distca.plan(layout, HEADS[0], servers=[1, 2], tolerance=0.02)
         assert plan.stats.load[0] == 0
         assert max(plan.stats.load) <= 1.02 * sum(plan.stats.load) / 2
+
+
+@pytest.mark.parametrize("split_heads", [True, False])
+def test_bounds_of_a_given_schedule_hold_whatever_it_does_with_heads(split_heads: bool) -> None:
+    layout, heads = distca.Layout.from_documents([[2], [7, 1]]), distca.Heads(3, 3, 8)
+    tasks = [
+        (task.document, task.q_begin, task.q_end, task.kv_head_begin, task.kv_head_end, task.server)
+        for task in distca.plan(layout, heads, tolerance=0.3, min_rows=1).tasks
+    ]
+    stats = distca.plan(layout, heads, tolerance=0.3, tasks=tasks, split_heads=split_heads).stats
+    assert stats.imbalance_after <= 1.3
+    assert 0 < stats.bytes_lower_bound <= sum(stats.bytes.values())
+    assert stats.lower_bound <= stats.largest

@@ -123,28 +123,32 @@ def random_tasks(
     rng = random.Random(seed)
     servers = list(range(layout.num_ranks)) if servers is None else sorted(servers)
 
-    def pieces(size: int, most: int) -> list[tuple[int, int]]:
-        cuts = sorted({0, size, *(rng.randrange(size) for _ in range(rng.randrange(most + 1)))})
+    def pieces(begin: int, end: int, most: int) -> list[tuple[int, int]]:
+        cuts = sorted({begin, end, *(rng.randrange(begin, end) for _ in range(rng.randrange(most + 1)))})
         return list(zip(cuts, cuts[1:], strict=False))
 
     tasks = [
         (document, *rows, *heads, rng.choice(servers))
-        for document, length in enumerate(layout.document_lengths)
-        for rows in pieces(length, 3)
-        for heads in pieces(kv_heads, 2)
+        for document, own in enumerate(layout._own_rows())
+        for rows in pieces(own.start, own.stop, 3)
+        for heads in pieces(0, kv_heads, 2)
     ]
     rng.shuffle(tasks)
     return tasks
 
 
-def random_ranges(lengths: Sequence[int], seed: int) -> dict[int, list[tuple[int, int]]]:
-    """Ranges of every kind: prefixes, whole documents, single rows, ranges that touch, and none."""
+def random_ranges(
+    lengths: Sequence[int], seed: int, firsts: Sequence[int] | None = None
+) -> dict[int, list[tuple[int, int]]]:
+    """Ranges of every kind: prefixes, whole documents, single rows, ranges that touch, and none. They begin at `firsts`,
+    the first own row of each document, or later.
+    """
     draw = random.Random(seed)
     found: dict[int, list[tuple[int, int]]] = {}
     for document, length in enumerate(lengths):
         if draw.random() < 0.2:
             continue
-        ranges, row = [], 0
+        ranges, row = [], 0 if firsts is None else firsts[document]
         while row < length:
             row += draw.choice([0, 0, 1, 7, 40, 130])
             end = min(length, row + draw.choice([1, 2, 30, 64, 65, 200]))

@@ -155,6 +155,12 @@ class ScoresEntry(NamedTuple):
     softcap: int
 
 
+class Branch(NamedTuple):
+    document: int
+    parent: int
+    first_row: int
+
+
 class Bidirectional(NamedTuple):
     begin: int
     end: int
@@ -257,8 +263,8 @@ class Wait(NamedTuple):
 
 #: The tables in the order of a slice. Tables of two phases follow one another.
 TABLES: list[Any] = [
-    RankDigest, ScoresEntry, Bidirectional, GroupEntry, TaskEntry, Block, Grad, Segment, Send, Send, Receive, Receive,
-    Wait, Wait,
+    RankDigest, ScoresEntry, Branch, Bidirectional, GroupEntry, TaskEntry, Block, Grad, Segment, Send, Send, Receive,
+    Receive, Wait, Wait,
 ]  # fmt: skip
 
 
@@ -268,6 +274,7 @@ class Slice(NamedTuple):
     header: Header
     rank_digests: list[RankDigest]
     scores: list[ScoresEntry]
+    branches: list[Branch]
     bidirectional: list[Bidirectional]
     groups: list[GroupEntry]
     tasks: list[TaskEntry]
@@ -293,8 +300,8 @@ def read_slice(words: Sequence[int]) -> Slice:
     assert next_word == header.num_words
     assert all(word == 0 for word in words[next_word:])
     assert len(words).bit_count() == 1 and len(words) < 2 * header.num_words, "padded to the next power of two"
-    pairs = [(tables[i], tables[i + 1]) for i in (8, 10, 12)]
-    return Slice(header, *tables[:8], *pairs)
+    pairs = [(tables[i], tables[i + 1]) for i in (9, 11, 13)]
+    return Slice(header, *tables[:9], *pairs)
 
 
 def row_bytes(heads: distca.Heads, kv_heads: Range, phase: int, at_server: bool, tensor: str) -> tuple[int, int]:
@@ -324,6 +331,28 @@ def row_bytes(heads: distca.Heads, kv_heads: Range, phase: int, at_server: bool,
 def heads_of(entry: Any) -> Range:
     """The key/value heads of an entry of a table."""
     return entry.kv_head_begin, entry.kv_head_end
+
+
+def own_rows(layout: distca.Layout) -> list[range]:
+    """The rows of each document that lie on some rank as its own."""
+    begins: dict[int, int] = {}
+    for rank in range(layout.num_ranks):
+        for document, begin, _ in layout.segments(rank):
+            begins[document] = min(begin, begins.get(document, begin))
+    return [range(begins[document], length) for document, length in enumerate(layout.document_lengths)]
+
+
+def owners(layout: distca.Layout, document: int, begin: int, end: int) -> list[tuple[int, int]]:
+    """Rows [begin, end) that a document has, each as a row (document, row) that is some document's own."""
+    own, parents = own_rows(layout), layout.branches
+    found = []
+    for row in range(begin, end):
+        owner = document
+        while row < own[owner].start:
+            owner = parents[owner]
+        assert row in own[owner]
+        found.append((owner, row))
+    return found
 
 
 def keys_of_rows(plan: distca.Plan, document: int, begin: int, end: int) -> tuple[int, int]:

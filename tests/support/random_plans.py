@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 import distca
 from support.batches import random_ranges, random_tasks, scattered
+from support.branches import random_tree
+from support.plan_reader import own_rows
 
 HEADS = [
     distca.Heads(4, 1, 16, 24),
@@ -39,14 +41,18 @@ def layouts(draw: st.DrawFn) -> distca.Layout:
     layout = draw(_layouts())
     if draw(st.booleans()):
         return layout
-    return layout.with_bidirectional(random_ranges(layout.document_lengths, draw(st.integers(0, 10**6))))
+    firsts = [rows.start for rows in own_rows(layout)]
+    return layout.with_bidirectional(random_ranges(layout.document_lengths, draw(st.integers(0, 10**6)), firsts))
 
 
 @st.composite
 def _layouts(draw: st.DrawFn) -> distca.Layout:
     lengths = draw(st.lists(st.sampled_from((1, 2, 5, 31, 63, 64, 65, 127, 129, 200, 331)), max_size=7))
     ranks = draw(st.integers(1, 6))
-    kind = draw(st.sampled_from(("packed", "documents", "scattered", "head_tail")))
+    kind = draw(st.sampled_from(("packed", "documents", "scattered", "head_tail", "branches")))
+    if kind == "branches":
+        seed = draw(st.integers(0, 10**6))
+        return random_tree(seed, draw(st.integers(1, 7))).layout(ranks, seed)
     if kind == "packed":
         spare = draw(st.sampled_from((0, 1, 64, 1000)))
         return distca.Layout.packed(lengths, ranks=ranks, tokens_per_rank=-(-sum(lengths) // ranks) + spare or 1)

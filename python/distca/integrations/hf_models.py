@@ -169,7 +169,7 @@ def _check_pooling(model: PreTrainedModel, layout: Layout) -> None:
         documents = [document for document, _, _ in layout.segments(rank)]
         one = len(documents) == 1 and documents[0] != PADDING
         refuse(
-            not one or cut_document(layout) is not None,
+            not one or cut_document(layout) is not None or bool(layout.branches),
             f"{type(model).__name__} makes one result of all rows of rank {rank}, which are not one whole document: "
             "take the result of the model inside, and pool the rows of each document yourself",
         )
@@ -201,6 +201,15 @@ def _check_recurrent(config: PreTrainedConfig, examined: Examined, num_ranks: in
     )
     if not examined.recurrent:
         return
+    if layout is not None and layout.branches:
+        name, module = next(iter(examined.recurrent.items()))
+        branch, parent = next(iter(layout.branches.items()))
+        refuse(
+            True,
+            f"the model's module {name} ({type(module).__name__}) carries a state from row to row, and document "
+            f"{branch} would have to go on from that of document {parent}, off which it branches: give each document "
+            "rows of its own",
+        )
     cut = None if layout is None else cut_document(layout)
     if layout is None or cut is not None:
         name, module = next(iter(examined.recurrent.items()))

@@ -134,11 +134,13 @@ def whole_pieces(layout: Layout, rank: int) -> list[tuple[int, int, int]]:
 
 
 def cut_document(layout: Layout) -> tuple[int, int] | None:
-    """A document that is not whole on a rank, and that rank; None if all are whole. The same on all ranks."""
-    lengths = layout.document_lengths
+    """A document whose own rows do not follow each other on a rank, and that rank; None if those of all do. The same on
+    all ranks.
+    """
+    own = layout._own_rows()
     for rank in range(layout.num_ranks):
         for document, begin, end in whole_pieces(layout, rank):
-            if document != PADDING and (begin, end) != (0, lengths[document]):
+            if document != PADDING and range(begin, end) != own[document]:
                 return document, rank
     return None
 

@@ -17,7 +17,7 @@ from distca.pipeline.plans import PipelinePlans, checked_stages
 from distca.planner.ahead import Ahead
 from distca.planner.exchange import ENDED, Exchange, GatheredSteps
 from distca.planner.layout import Layout
-from distca.planner.telling import Bidirectional, Continues, Lengths, Segments, Telling, telling
+from distca.planner.telling import Bidirectional, Branches, Continues, Lengths, Segments, Telling, telling
 
 Batch = TypeVar("Batch")
 _NAME = "PipelinePlansAhead"
@@ -54,6 +54,7 @@ class PipelinePlansAhead(Ahead[list[Batch] | None, PipelinePlans], Generic[Batch
             one call at a time.
         segments: in place of `lengths`, which rows of which documents are in a batch, as in `PlanAhead`.
         bidirectional: which rows of a batch's documents see those after them, too, as in `PlanAhead`.
+        branches: with `segments`, which documents share their first rows with which others, as in `PlanAhead`.
         continues: whether the first document of a batch continues the last one of the rank before in the stage. Each
             rank then tells the length of its part. By default documents are whole.
         microbatches: micro-batches of an iteration.
@@ -84,6 +85,7 @@ class PipelinePlansAhead(Ahead[list[Batch] | None, PipelinePlans], Generic[Batch
         continues: Continues = None,
         segments: Segments | None = None,
         bidirectional: Bidirectional = None,
+        branches: Branches = None,
         loading_stage: int = 0,
         group: dist.ProcessGroup | None = None,
         tellers: Sequence[int] | None = None,
@@ -108,7 +110,7 @@ class PipelinePlansAhead(Ahead[list[Batch] | None, PipelinePlans], Generic[Batch
             raise InvalidArgumentError(
                 f"{_NAME}: rank = {rank!r}, tellers = {tellers}; 0 to {num_ranks - 1} and 0 to {size - 1} are allowed"
             )
-        load = _Loading(loader, telling(_NAME, lengths, continues, segments, bidirectional), microbatches)
+        load = _Loading(loader, telling(_NAME, lengths, continues, segments, bidirectional, branches), microbatches)
         self._load, self._tells = load, [tellers[each] for each in stages[loading_stage]]
         self._mine, self._place = mine, next(ranks.index(rank) for ranks in stages if rank in ranks)
         super().__init__(

@@ -43,6 +43,7 @@ class Half:
             whole.num_ranks == layout.num_ranks
             and all(whole.segments(r) == layout.segments(r) for r in ranks)
             and whole.bidirectional == layout.bidirectional
+            and whole.branches == layout.branches
         )
 
     def take(self, whole: torch.Tensor, rank: int, *, dim: int = 0, fill: float = 0) -> torch.Tensor:
@@ -90,8 +91,9 @@ def join_halves(parts: Sequence[torch.Tensor], halves: tuple[Half, Half], rank: 
 def halves(layout: Layout, *, window: Window = None, idle_rows: int = 0, multiple_of: int = 1) -> tuple[Half, Half]:
     """Deals the documents of a layout out to two halves with about equal attention and, on every rank, equal tokens.
 
-    This is a pure function of its arguments. Therefore every rank finds the same halves. Documents stay whole: a
-    document that is longer than all others together is a half that the other cannot match. Padding is in neither half.
+    This is a pure function of its arguments. Therefore every rank finds the same halves. Documents stay whole, and
+    those that share rows stay together: a document that is longer than all others together is a half that the other
+    cannot match. Padding is in neither half.
 
     Args:
         layout: the layout of the micro-batch.
@@ -119,20 +121,34 @@ def halves(layout: Layout, *, window: Window = None, idle_rows: int = 0, multipl
     for name, value, least in (("idle_rows", idle_rows, 0), ("multiple_of", multiple_of, 1)):
         if not is_whole(value, least):
             raise InvalidArgumentError(f"halves: {name} = {value!r}; at least {least} is allowed")
-    lengths = layout.document_lengths
-    tokens: list[dict[int, int]] = [defaultdict(int) for _ in lengths]  # of each document, by rank
+    own_rows, bidirectional, trees = layout._own_rows(), layout.bidirectional, _trees(layout)
+    number = {tree: i for i, tree in enumerate(sorted(set(trees)))}
+    tokens: list[dict[int, int]] = [defaultdict(int) for _ in number]  # of documents that share rows, by rank
+    pairs = [0] * len(number)
     for rank in range(layout.num_ranks):
         for document, begin, end in layout.segments(rank):
             if document != PADDING:
-                tokens[document][rank] += end - begin
-    bidirectional = layout.bidirectional
-    pairs = [
-        _visible_pairs(length, window) + sum((end - begin) * (end - begin - 1) // 2 for begin, end in ranges)
-        for length, ranges in ((length, bidirectional.get(document, ())) for document, length in enumerate(lengths))
-    ]
-    second = _deal(pairs, tokens, layout.num_ranks)
+                tokens[number[trees[document]]][rank] += end - begin
+    for document, rows in enumerate(own_rows):
+        more = sum((end - begin) * (end - begin - 1) // 2 for begin, end in bidirectional.get(document, ()))
+        more -= _visible_pairs(rows.start, window)
+        pairs[number[trees[document]]] += _visible_pairs(rows.stop, window) + more
+    dealt = _deal(pairs, tokens, layout.num_ranks)
+    second = [dealt[number[tree]] for tree in trees]
     first = [not one for one in second]
     return _half(layout, first, idle_rows, multiple_of), _half(layout, second, idle_rows, multiple_of)
+
+
+def _trees(layout: Layout) -> list[int]:
+    """For each document the one that all documents with which it shares rows branch off."""
+    parents = layout.branches
+    trees = []
+    for document in range(len(layout.document_lengths)):
+        tree = document
+        while tree in parents:
+            tree = parents[tree]
+        trees.append(tree)
+    return trees
 
 
 def _visible_pairs(length: int, window: Window) -> int:
@@ -157,7 +173,8 @@ def _half(layout: Layout, taken: list[bool], idle_rows: int, multiple_of: int) -
         if padding:
             of_rank.append((PADDING, 0, padding))
     bidirectional = {number[d]: ranges for d, ranges in layout.bidirectional.items() if d in number}
-    half = Layout(segments).with_bidirectional(bidirectional)
+    branches = {number[d]: number[parent] for d, parent in layout.branches.items() if d in number}
+    half = Layout(segments, branches=branches).with_bidirectional(bidirectional)
     half._longest_of_whole = layout.longest_document  # both halves then have the same RoPE frequencies
     return Half(half, documents, layout)
 

@@ -52,15 +52,27 @@ class Layout:
         ranks: for each rank its segments ``(document, begin, end)``: rows ``[begin, end)`` of a document. Documents are
             numbered from 0 without gaps and are covered exactly once. Document ``-1`` is padding of ``end - begin``
             rows.
+        branches: documents that share their first rows with another one, each with that other: ``{1: 0, 2: 0}`` for two
+            answers to one prompt. The segments of a branch begin at the first row of its own, ``r``. Its rows see rows
+            ``[0, r)`` of the other document and its own, as its mask says, as if these were one document; rows of other
+            branches they do not see. A branch may have branches: each names the document that has the row before its
+            own first one. Shared rows are computed once, and lie on a rank once.
 
     Raises:
         InvalidArgumentError: a document is not covered exactly once, or a number is wrong. The message names the
             document, the rank and the rows.
+
+    Examples:
+        >>> layout = distca.Layout([[(0, 0, 4), (1, 4, 6), (2, 4, 7)]], branches={1: 0, 2: 0})
+        >>> layout.position_ids(0)
+        tensor([0, 1, 2, 3, 4, 5, 4, 5, 6])
     """
 
     _longest_of_whole: int | None = None  # set if this is a half of a layout
 
-    def __init__(self, ranks: Sequence[Sequence[tuple[int, int, int]]]) -> None:
+    def __init__(
+        self, ranks: Sequence[Sequence[tuple[int, int, int]]], *, branches: Mapping[int, int] | None = None
+    ) -> None:
         ranks = [
             [tuple(listed("layout", "a segment", segment, "(document, begin, end)")) for segment in of_rank]
             for of_rank in _lists_of_ranks(ranks, "segments (document, begin, end)")
@@ -68,7 +80,8 @@ class Layout:
         if any(len(segment) != 3 for of_rank in ranks for segment in of_rank):
             raise _bad_segment(ranks)
         try:
-            self._core = _C.Layout([[(index(d), index(b), index(e)) for d, b, e in segments] for segments in ranks])
+            segments = [[(index(d), index(b), index(e)) for d, b, e in of_rank] for of_rank in ranks]
+            self._core = _C.Layout(segments, _branches(branches))
         except TypeError:
             raise _bad_segment(ranks) from None
 
@@ -78,12 +91,13 @@ class Layout:
         return {
             "segments": segments,
             "longest_of_whole": self._longest_of_whole,
+            "branches": self._core.branches,
             "bidirectional": self._core.bidirectional,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._core = _C.Layout(state["segments"])
-        if rows := state.get("bidirectional"):  # pickles of earlier versions lack it
+        self._core = _C.Layout(state["segments"], state.get("branches", []))  # pickles of earlier versions lack these
+        if rows := state.get("bidirectional"):
             self._core = self._core.with_bidirectional(rows)
         if state["longest_of_whole"] is not None:
             self._longest_of_whole = state["longest_of_whole"]
@@ -311,10 +325,11 @@ class Layout:
             ([(0, 0, 4), (1, 0, 1)], [(1, 1, 4), (2, 0, 1), (3, 0, 2)])
         """
         rows = Chunk(rows).rows
-        first, total = [], 0  # the number of each document's first chunk
-        for length in self.document_lengths:
-            first.append(total)
-            total += -(-length // rows)
+        first, total = [], 0  # the number that the chunk of a document's row 0 has or, in a branch, would have
+        own = self._own_rows()
+        for of_document in own:
+            first.append(total - of_document.start // rows)
+            total = first[-1] + -(-of_document.stop // rows)
         cut: list[list[tuple[int, int, int]]] = [[] for _ in range(self.num_ranks)]
         for rank, of_rank in enumerate(cut):
             for document, begin, end in self.segments(rank):
@@ -334,7 +349,26 @@ class Layout:
                         f"{rows} rows; rows that see each other are expected in one"
                     )
                 bidirectional.setdefault(first[document] + chunk, []).append((begin - start, end - start))
-        return Layout(cut).with_bidirectional(bidirectional)
+        branches = {}
+        for document, parent in self.branches.items():
+            if begin := own[document].start % rows:  # else its first chunk shares no row
+                chunk = own[document].start // rows
+                branches[first[document] + chunk] = first[parent] + chunk
+        return Layout(cut, branches=branches).with_bidirectional(bidirectional)
+
+    def _own_rows(self) -> list[range]:
+        """The rows of each document without those that a branch shares."""
+        begin = self.document_lengths
+        for rank in range(self.num_ranks):
+            for document, first, _ in self.segments(rank):
+                if document != PADDING:
+                    begin[document] = min(begin[document], first)
+        return [range(first, end) for first, end in zip(begin, self.document_lengths, strict=True)]
+
+    @property
+    def branches(self) -> dict[int, int]:
+        """The documents that share their first rows with another one, each with that other."""
+        return dict(self._core.branches)
 
     @property
     def bidirectional(self) -> dict[int, list[tuple[int, int]]]:
@@ -351,7 +385,7 @@ class Layout:
 
     @property
     def document_lengths(self) -> list[int]:
-        """Length of every document, in tokens."""
+        """Length of every document, in tokens; of a branch with the rows that it shares."""
         return self._core.document_lengths
 
     @property
@@ -379,7 +413,20 @@ class Layout:
         rows = [self.num_rows(rank) for rank in range(self.num_ranks)]
         found = self._core.bidirectional
         besides = f", {len(found)} bidirectional ranges" if found else ""
-        return f"Layout({self.num_ranks} ranks, {len(self.document_lengths)} documents, rows {rows}{besides})"
+        branches = f" ({len(self.branches)} branches)" if self.branches else ""
+        return f"Layout({self.num_ranks} ranks, {len(self.document_lengths)} documents{branches}, rows {rows}{besides})"
+
+
+def _branches(branches: Any) -> list[tuple[int, int]]:
+    """The branches as pairs, checked for their types."""
+    if branches is None:
+        return []
+    if not isinstance(branches, Mapping) or not all(is_whole(n, 0) for pair in branches.items() for n in pair):
+        raise InvalidArgumentError(
+            f"layout: branches = {branches!r}; a mapping of documents to those that they branch off, such as "
+            "{1: 0, 2: 0}, is expected"
+        )
+    return [(index(document), index(parent)) for document, parent in branches.items()]
 
 
 def _lists_of_ranks(value: Any, what: str) -> list[list[Any]]:

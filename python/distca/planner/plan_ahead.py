@@ -15,7 +15,7 @@ from distca.planner.exchange import ENDED, Exchange, GatheredSteps, Steps
 from distca.planner.layout import Layout, Window
 from distca.planner.plan import Plan, Plans
 from distca.planner.planning import plan, plans
-from distca.planner.telling import Bidirectional, Continues, Lengths, Segments, Telling, telling
+from distca.planner.telling import Bidirectional, Branches, Continues, Lengths, Segments, Telling, telling
 
 Batch = TypeVar("Batch")
 Planned = TypeVar("Planned", bound=Plan | Plans)
@@ -43,6 +43,9 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
     the document. With `lengths` a rank numbers its documents from 0; of one that continues it tells no such rows. With
     `segments` it calls them as they do; of a document on several ranks any of these tells them, or several do.
 
+    With `segments`, `branches(batch) -> {document: other}` says which documents share their first rows with which
+    other ones (`Layout`, argument `branches`). Of a branch at least one rank tells it.
+
     With `lengths` and `segments` loaders may end at different steps: a rank whose loader has ended gets `(None, plan)`,
     in which it has no rows, until all loaders have ended. `idle_rows` gives it rows of padding instead, for models that
     cannot take an empty tensor.
@@ -59,7 +62,7 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
 
     Raises:
         InvalidArgumentError: not exactly one of `layout`, `lengths` and `segments` is given, `continues` without
-            `lengths`, `bidirectional` with `layout`, or `idle_rows` is negative.
+            `lengths`, `bidirectional` with `layout`, `branches` without `segments`, or `idle_rows` is negative.
     """
 
     @overload
@@ -73,6 +76,7 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
         continues: Continues = None,
         segments: Segments | None = None,
         bidirectional: Bidirectional = None,
+        branches: Branches = None,
         group: dist.ProcessGroup | None = None,
         rank: int | None = None,
         idle_rows: int = 0,
@@ -91,6 +95,7 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
         continues: Continues = None,
         segments: Segments | None = None,
         bidirectional: Bidirectional = None,
+        branches: Branches = None,
         group: dist.ProcessGroup | None = None,
         rank: int | None = None,
         idle_rows: int = 0,
@@ -108,6 +113,7 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
         continues: Continues = None,
         segments: Segments | None = None,
         bidirectional: Bidirectional = None,
+        branches: Branches = None,
         group: dist.ProcessGroup | None = None,
         rank: int | None = None,
         idle_rows: int = 0,
@@ -118,6 +124,8 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
             raise InvalidArgumentError("PlanAhead: give exactly one of layout=, lengths= and segments=")
         if bidirectional is not None and layout is not None:
             raise InvalidArgumentError("PlanAhead: bidirectional= needs lengths= or segments=; a layout says it itself")
+        if branches is not None and segments is None:
+            raise InvalidArgumentError("PlanAhead: branches= needs segments=, which say where a branch's rows begin")
         if continues is not None and lengths is None:
             raise InvalidArgumentError("PlanAhead: continues= needs lengths=; the others say it by themselves")
         if idle_rows < 0:
@@ -126,7 +134,7 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
             rank = dist.get_rank(group)
         self._loader, self._layout, self._idle_rows = loader, layout, idle_rows
         self._telling = (
-            None if layout is not None else telling("PlanAhead", lengths, continues, segments, bidirectional)
+            None if layout is not None else telling("PlanAhead", lengths, continues, segments, bidirectional, branches)
         )
         make: Callable[[Layout], Plan | Plans] = (
             functools.partial(plan, heads=heads, rank=rank, **plan_options)

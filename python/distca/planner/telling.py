@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from itertools import chain
+from collections.abc import Callable, Mapping, Sequence
 from operator import index
 from typing import Any
 
@@ -23,6 +22,9 @@ Lengths = Callable[[Any], Sequence[int]]
 
 #: The segments ``(document, begin, end)`` of a batch, in the order of its rows.
 Segments = Callable[[Any], Sequence[tuple[int, int, int]]]
+
+#: The branches of a batch, as `Layout` takes them; None if no batch has any.
+Branches = Callable[[Any], Mapping[int, int]] | None
 
 #: The bidirectional rows ``(document, begin, end)`` of a batch; None if no batch has any.
 Bidirectional = Callable[[Any], Sequence[tuple[int, int, int]]] | None
@@ -119,15 +121,28 @@ class TellsLengths(Telling):
 
 
 class TellsSegments(Telling):
-    """Tells a rank's segments. Ranks that hold parts of the same document call it by the same number."""
+    """Tells a rank's segments. Ranks that hold parts of the same document call it by the same number.
 
-    def __init__(self, name: str, segments: Segments) -> None:
+    Where batches may have branches, their number and they themselves come before the segments.
+    """
+
+    def __init__(self, name: str, segments: Segments, branches: Branches = None) -> None:
         super().__init__(name)
-        self._segments = segments
+        self._segments, self._branches = segments, branches
 
     def words(self, batch: Any) -> list[int]:
         """The numbers of all segments, one after another."""
         words: list[int] = []
+        if self._branches is not None:
+            branches = self._branches(batch)
+            if not isinstance(branches, Mapping) or not all(
+                is_whole(n, 0, _MOST) for pair in branches.items() for n in pair
+            ):
+                raise InvalidArgumentError(
+                    f"{self._name}: branches are {branches!r}; a mapping of documents to those that they branch off is "
+                    "expected, such as {1: 0, 2: 0}"
+                )
+            words = [len(branches), *(index(n) for pair in branches.items() for n in pair)]
         for given in listed(self._name, "segments", self._segments(batch), "a list of (document, begin, end)"):
             segment = listed(self._name, "a segment", given, "(document, begin, end)")
             if len(segment) != 3 or not all(is_whole(n, PADDING) for n in segment) or not 0 <= segment[1] < segment[2]:
@@ -140,26 +155,51 @@ class TellsSegments(Telling):
 
     def layout(self, told: Sequence[Sequence[int]], idle_rows: Sequence[int]) -> Layout:
         """Documents in the order of their numbers, which may have gaps."""
-        ranks = [[(words[i], words[i + 1], words[i + 2]) for i in range(0, len(words), 3)] for words in told]
-        documents = _documents(told)
+        split = [self._split(words) for words in told]
+        ranks = [segments for _, segments in split]
+        documents = self._documents(told)
         numbers = {document: number for number, document in enumerate(documents)} | {PADDING: PADDING}
         segments = [
             [(numbers[document], begin, end) for document, begin, end in of_rank] + _padding(rows)
             for of_rank, rows in zip(ranks, idle_rows, strict=True)
         ]
+        branches: dict[int, int] = {}
+        for rank, (pairs, _) in enumerate(split):
+            for document, parent in pairs:
+                if document not in numbers or parent not in numbers:
+                    raise InvalidArgumentError(
+                        f"{self._name}: rank {rank} tells that document {document} branches off document {parent}; the "
+                        f"ranks have rows of {documents}"
+                    )
+                if branches.setdefault(numbers[document], numbers[parent]) != numbers[parent]:
+                    raise InvalidArgumentError(
+                        f"{self._name}: rank {rank} tells that document {document} branches off document {parent}, a "
+                        f"rank before it off document {documents[branches[numbers[document]]]}"
+                    )
         try:
-            return Layout(segments)
+            return Layout(segments, branches=branches)
         except InvalidArgumentError as error:
             called = "" if documents == [*range(len(documents))] else f"; in order, documents are called {documents}"
             raise InvalidArgumentError(f"{self._name}: the segments of the ranks: {error}{called}") from None
 
     def say(self, words: Sequence[int]) -> str:
         """The segments."""
-        return f"segments {[tuple(words[i : i + 3]) for i in range(0, len(words), 3)]}"
+        branches, segments = self._split(words)
+        return f"segments {segments}" + (f", branches {dict(branches)}" if branches else "")
 
     def numbers(self, told: Sequence[Sequence[int]]) -> list[dict[int, int]]:
         """All ranks call a document alike, and may speak of each."""
-        return [{document: number for number, document in enumerate(_documents(told))}] * len(told)
+        return [{document: number for number, document in enumerate(self._documents(told))}] * len(told)
+
+    def _documents(self, told: Sequence[Sequence[int]]) -> list[int]:
+        """What the ranks call their documents, in order."""
+        return sorted({document for words in told for document, _, _ in self._split(words)[1]} - {PADDING})
+
+    def _split(self, words: Sequence[int]) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
+        """The branches, and the segments."""
+        first = 1 + 2 * words[0] if self._branches is not None and words else 0
+        branches = [(words[i], words[i + 1]) for i in range(1, first, 2)]
+        return branches, [(words[i], words[i + 1], words[i + 2]) for i in range(first, len(words), 3)]
 
 
 class TellsBidirectional(Telling):
@@ -233,11 +273,13 @@ def telling(
     continues: Continues,
     segments: Segments | None,
     bidirectional: Bidirectional = None,
+    branches: Branches = None,
 ) -> Telling:
     """What tells the rows of batches by exactly one of lengths and segments.
 
     Raises:
-        InvalidArgumentError: none is given, or both; or `continues` without `lengths`.
+        InvalidArgumentError: none is given, or both; or `continues` without `lengths`, or `branches` without
+            `segments`.
     """
     if (lengths is None) == (segments is None):
         raise InvalidArgumentError(f"{name}: give exactly one of lengths= and segments=")
@@ -245,16 +287,13 @@ def telling(
     if segments is not None:
         if continues is not None:
             raise InvalidArgumentError(f"{name}: continues= needs lengths=; segments say it by themselves")
-        rows = TellsSegments(name, segments)
+        rows = TellsSegments(name, segments, branches)
     else:
         assert lengths is not None
+        if branches is not None:
+            raise InvalidArgumentError(f"{name}: branches= needs segments=, which say where a branch's own rows begin")
         rows = TellsLengths(name, lengths, continues)
     return rows if bidirectional is None else TellsBidirectional(name, rows, bidirectional)
-
-
-def _documents(told: Sequence[Sequence[int]]) -> list[int]:
-    """What the ranks call their documents, in order."""
-    return sorted(set(chain.from_iterable(words[::3] for words in told)) - {PADDING})
 
 
 def _padding(rows: int) -> list[tuple[int, int, int]]:

@@ -1,0 +1,107 @@
+"""Documents that share rows: random trees of them, and their attention in float64."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+import distca
+from support.batches import Batch
+from support.oracle import visible
+
+
+class Tree(NamedTuple):
+    """Documents, the rows that each has of its own, and the one that each branch branches off."""
+
+    lengths: list[int]
+    own: list[range]
+    parents: dict[int, int]
+
+    def layout(self, ranks: int, seed: int) -> distca.Layout:
+        """Own rows cut at random, on random ranks in random order, with padding between them."""
+        rng = random.Random(seed)
+        segments: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
+        for document, rows in enumerate(self.own):
+            cuts = sorted({rows.start, rows.stop, *(rng.choice(rows) for _ in range(rng.randrange(3)))})
+            for begin, end in zip(cuts, cuts[1:], strict=False):
+                segments[rng.randrange(ranks)].append((document, begin, end))
+        for of_rank in segments:
+            rng.shuffle(of_rank)
+            for _ in range(rng.randrange(2)):
+                of_rank.insert(rng.randrange(len(of_rank) + 1), (distca.PADDING, 0, rng.choice((1, 5, 64))))
+        return distca.Layout(segments, branches=self.parents)
+
+    def path(self, document: int) -> list[tuple[int, range]]:
+        """The rows that the document has, as rows that are some document's own, in order."""
+        own = (document, self.own[document])
+        if document not in self.parents:
+            return [own]
+        first = own[1].start
+        above = [(d, range(rows.start, min(rows.stop, first))) for d, rows in self.path(self.parents[document])]
+        return [*above, own]
+
+
+def random_tree(seed: int, documents: int = 8) -> Tree:
+    """Documents of which most branch off another one, at any of its own rows or at its end."""
+    rng = random.Random(seed)
+    lengths, own, parents = [], [], {}
+    for document in range(documents):
+        first = 0
+        if document > 0 and rng.random() < 0.75:
+            parent = rng.randrange(document)
+            first = rng.choice([lengths[parent], rng.randint(own[parent].start + 1, lengths[parent])])
+            parents[document] = parent
+        rows = rng.choice([1, 2, 31, 63, 64, 65, 100, 129, 200])
+        own.append(range(first, first + rows))
+        lengths.append(first + rows)
+    order = list(range(documents))  # of numbers: a branch may come before what it branches off
+    rng.shuffle(order)
+    new = {old: number for number, old in enumerate(order)}
+    return Tree(
+        [lengths[old] for old in order],
+        [own[old] for old in order],
+        {new[document]: new[parent] for document, parent in parents.items()},
+    )
+
+
+def own_rows(batch: Batch, tree: Tree) -> torch.Tensor:
+    """The rows of the batch that are some document's own. It has places for shared rows, too."""
+    return torch.cat([torch.arange(rows.start, rows.stop) + batch.offsets[d] for d, rows in enumerate(tree.own)])
+
+
+def attention_of_tree(
+    batch: Batch,
+    tree: Tree,
+    dtype: torch.dtype,
+    *,
+    mask: str = "causal",
+    window: int | None = None,
+    bidirectional: Mapping[int, Sequence[tuple[int, int]]] | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """The out, lse, dq, dk and dv of all own rows, by the textbook formula and PyTorch's autograd.
+
+    Each document attends over its rows put together, and autograd adds the gradients of those that several have.
+    """
+    q, k, v = (t.detach().to(dtype, copy=True).requires_grad_() for t in (batch.q, batch.k, batch.v))
+    outs, lses = [], []
+    group = batch.heads.q // batch.heads.kv
+    for document, rows in enumerate(tree.own):
+        at = batch.offsets[document]
+        keys, values = (
+            torch.cat([t[batch.offsets[d] + r.start : batch.offsets[d] + r.stop] for d, r in tree.path(document)])
+            for t in (k, v)
+        )
+        keys, values = (t.repeat_interleave(group, dim=1) for t in (keys, values))
+        scores = torch.einsum("ihd,jhd->hij", q[at + rows.start : at + rows.stop], keys) * batch.heads.dim**-0.5
+        seen = visible(rows.stop, mask, window, (bidirectional or {}).get(document, ()))[rows.start :]
+        scores = scores.masked_fill(~seen, -math.inf)
+        lses.append(torch.logsumexp(scores, dim=2).T)
+        outs.append(torch.einsum("hij,jhd->ihd", torch.softmax(scores, dim=2), values))
+    out, lse, mine = torch.cat(outs), torch.cat(lses), own_rows(batch, tree)
+    out.backward(batch.dout[mine].to(dtype))
+    assert q.grad is not None and k.grad is not None and v.grad is not None
+    return out.detach(), lse.detach(), q.grad[mine], k.grad[mine], v.grad[mine]
