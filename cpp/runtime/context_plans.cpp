@@ -26,6 +26,15 @@ std::string first_difference(const plan::SliceView& a, const plan::SliceView& b)
   return " (on other ranks)";
 }
 
+/// Where a segment's document begins to share rows, and the first of this rank's segments that is of its parent, if it
+/// has any. (0, 0) if it is no branch. Numbers of documents are left out.
+std::pair<int64_t, int64_t> branch_of(const plan::SliceView& slice, const plan::SegmentRow& segment) {
+  const plan::BranchRow* const branch = slice.branch(segment.document);
+  if (branch == nullptr) return {0, 0};
+  const auto found = std::ranges::find(slice.segments(), branch->parent, &plan::SegmentRow::document);
+  return {branch->first_row, found - slice.segments().begin()};
+}
+
 }  // namespace
 
 plan::SliceView Context::accept(std::span<const int64_t> plan_words, const HeadShape& heads, int64_t num_rows) const {
@@ -91,8 +100,7 @@ void Context::check_same_problem(const plan::SliceView& forward, const plan::Sli
   const auto same = [&](const plan::SegmentRow& x, const plan::SegmentRow& y) {
     const bool same_document =
         are_labelled ? (x.document == plan::kPadding) == (y.document == plan::kPadding) : x.document == y.document;
-    const plan::BranchRow *const of_x = forward.branch(x.document), *const of_y = backward.branch(y.document);
-    const bool same_branch = (of_x == nullptr) == (of_y == nullptr) && (!of_x || of_x->first_row == of_y->first_row);
+    const bool same_branch = x.document == plan::kPadding || branch_of(forward, x) == branch_of(backward, y);
     return same_document && same_branch && x.begin == y.begin && x.end == y.end;
   };
   if ((!are_labelled && f.layout_digest != b.layout_digest) ||

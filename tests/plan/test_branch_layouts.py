@@ -187,8 +187,8 @@ def test_ranks_tell_their_branches_by_their_own_numbers(bidirectional: bool) -> 
          r"document 8; the ranks have rows of \[7, 9\]"),
         ([{"segments": [(7, 0, 6), (9, 6, 8)], "branches": {9: 7}}, {"segments": [(8, 0, 7)], "branches": {9: 8}}],
          "rank 1 tells that document 9 branches off document 8, a rank before it off document 7"),
-        ([{"segments": [(7, 0, 6), (9, 7, 8)], "branches": {9: 7}}], r"document 1, whose first row is 7.* documents are "
-         r"called \[7, 9\]"),
+        ([{"segments": [(7, 0, 6), (9, 7, 8)], "branches": {9: 7}}], r"document 1, whose first row is 7.* "
+         r"documents are called \[7, 9\]"),
     ],
 )  # fmt: skip
 def test_what_ranks_tell_of_branches_must_go_together(batches: list[dict[str, Any]], said: str) -> None:

@@ -140,8 +140,8 @@ def random_tasks(
 def random_ranges(
     lengths: Sequence[int], seed: int, firsts: Sequence[int] | None = None
 ) -> dict[int, list[tuple[int, int]]]:
-    """Ranges of every kind: prefixes, whole documents, single rows, ranges that touch, and none. They begin at `firsts`,
-    the first own row of each document, or later.
+    """Ranges of every kind: prefixes, whole documents, single rows, ranges that touch, and none. None begins before the
+    first own row of its document, of `firsts`.
     """
     draw = random.Random(seed)
     found: dict[int, list[tuple[int, int]]] = {}

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 import distca
 from support.batches import Batch
@@ -81,8 +82,10 @@ def attention_of_tree(
     mask: str = "causal",
     window: int | None = None,
     bidirectional: Mapping[int, Sequence[tuple[int, int]]] | None = None,
+    fused: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """The out, lse, dq, dk and dv of all own rows, by the textbook formula and PyTorch's autograd.
+    """The out, lse, dq, dk and dv of all own rows, by the textbook formula and PyTorch's autograd, or with `fused` by
+    PyTorch's own attention (lse then in float32).
 
     Each document attends over its rows put together, and autograd adds the gradients of those that several have.
     """
@@ -96,11 +99,17 @@ def attention_of_tree(
             for t in (k, v)
         )
         keys, values = (t.repeat_interleave(group, dim=1) for t in (keys, values))
-        scores = torch.einsum("ihd,jhd->hij", q[at + rows.start : at + rows.stop], keys) * batch.heads.dim**-0.5
+        queries = q[at + rows.start : at + rows.stop]
         seen = visible(rows.stop, mask, window, (bidirectional or {}).get(document, ()))[rows.start :]
+        of_heads, of_keys = (queries.detach().float(), keys.detach().float()) if fused else (queries, keys)
+        scores = torch.einsum("ihd,jhd->hij", of_heads, of_keys) * batch.heads.dim**-0.5
         scores = scores.masked_fill(~seen, -math.inf)
         lses.append(torch.logsumexp(scores, dim=2).T)
-        outs.append(torch.einsum("hij,jhd->ihd", torch.softmax(scores, dim=2), values))
+        if fused:
+            one = F.scaled_dot_product_attention(*(t.transpose(0, 1)[None] for t in (queries, keys, values)), seen)
+            outs.append(one[0].transpose(0, 1))
+        else:
+            outs.append(torch.einsum("hij,jhd->ihd", torch.softmax(scores, dim=2), values))
     out, lse, mine = torch.cat(outs), torch.cat(lses), own_rows(batch, tree)
     out.backward(batch.dout[mine].to(dtype))
     assert q.grad is not None and k.grad is not None and v.grad is not None
