@@ -101,7 +101,7 @@ std::string difference(const OriginOnRank& one, const OriginOnRank& other) {
     if (size(a.arguments) != size(b.arguments))
       compare("", size(a.arguments), size(b.arguments));
     else
-      say("documents of other lengths, on other ranks, or with other bidirectional rows");
+      say("documents of other lengths, on other ranks, or with other bidirectional rows or branches");
   }
   compare("", describe(heads_of(a)), describe(heads_of(b)));
   compare("", describe(mask_of(a.arguments)), describe(mask_of(b.arguments)));

@@ -32,6 +32,7 @@ from support.batches import (
     spill,
     spill_with_empty_ranks,
 )
+from support.branches import branched
 from support.groups import fault_of_check, forward_of_rank, loopback_group, on_all_ranks, run_step, together
 from support.oracle import NAMES, ErrorPool, oracle, torch_attention
 from support.plan_reader import read_slice
@@ -80,6 +81,9 @@ def test_random_plans_give_the_bits_of_steps_on_the_host(gpu: EmulatedGpu, seeds
         )
         lengths = [draw.choice([1, 7, 64, 65, 130]) for _ in range(draw.randint(1, 5))]
         layout = draw.choice([data_parallel, scattered, spill])(lengths, draw.choice([2, 3]), seed)
+        if draw.random() < 0.3:
+            layout = branched(layout, seed)
+            lengths = layout.document_lengths
         window, retain = draw.choice([None, None, 20]), draw.choice([0, 0, 1 << 20])
         tasks = random_tasks(layout, kv, seed)
         reduce_dtype = draw.choice([torch.float32, heads.dtype])

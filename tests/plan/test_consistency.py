@@ -40,6 +40,10 @@ LAYOUT = distca.Layout(
         [(1, 60, 100), (2, 0, 60)],
     ]
 )
+TREE = distca.Layout(
+    [[(0, 0, 70), (1, 70, 130), (2, 100, 140)], [(0, 70, 100), (3, 50, 90)], [(4, 0, 20), (5, 90, 100)]],
+    branches={1: 0, 2: 0, 3: 0, 5: 3},
+)
 RANKS = range(3)
 Change = Callable[[Slice], tuple[int, int, str, int] | None]
 
@@ -52,6 +56,10 @@ def _plans() -> list[distca.Plan]:
         distca.plan(LAYOUT, NARROW, tasks=random_tasks(LAYOUT, HEADS.kv, 3), reduce_dtype=NARROW.dtype),
         distca.plan(
             LAYOUT.with_bidirectional({0: [(3, 30), (100, 130)], 1: [(0, 100)]}), HEADS, min_rows=1, tolerance=0.0
+        ),
+        *(
+            distca.plan(TREE, heads, tasks=random_tasks(TREE, heads.kv, 5), reduce_dtype=heads.dtype)
+            for heads in (HEADS, NARROW)
         ),
     ]
     return [plan.for_rank(rank) for plan in made for rank in RANKS]
@@ -107,6 +115,50 @@ CHANGES: dict[str, tuple[Change, str]] = {
             lambda b: any(t.q_begin < t.q_end < t.kv_end == b.end for t in s.tasks),
         ),
         r"task \d+: rows \[\d+, \d+\) see keys",
+    ),
+    "a branch begins a row later": (
+        lambda s: _first(
+            s.branches, _number("Branch"), "first_row", lambda b: b.first_row + 1,
+            lambda b: any(g.document == b.document and g.begin == b.first_row for g in s.segments),
+        ),
+        r"segment of document \d: row \d+ is not its own",
+    ),
+    "a task computes a row that its document shares": (
+        lambda s: _first(
+            s.branches, _number("Branch"), "first_row", lambda b: b.first_row + 1,
+            lambda b: all(g.document != b.document for g in s.segments)
+            and any(s.groups[t.group].document == b.document and t.q_begin == b.first_row for t in s.tasks),
+        ),
+        r"task \d+: row \d+ is not the document's own",
+    ),
+    "a branch has another parent, whose rows are here": (
+        lambda s: _first(
+            s.branches, _number("Branch"), "parent", lambda b: 4,
+            lambda b: b.parent == 0 and s.header.rank == 0
+            and any(g.document == b.document and g.kv_begin == 0 for g in s.groups),
+        ),
+        r"key block \d+ is not where its rows are|gradients of rows \[\d+, \d+\) of document",
+    ),
+    "a document branches off itself": (
+        lambda s: _first(s.branches, _number("Branch"), "parent", lambda b: b.document, lambda b: True),
+        r"document (\d) branches off document \1, which begins no earlier",
+    ),
+    "there is a branch that nobody has": (
+        lambda s: _first(s.branches, _number("Branch"), "document", lambda b: 9, lambda b: b == s.branches[-1]),
+        "it has branches of which it needs none|are not at row|is not where its rows are|gradients of rows",
+    ),
+    "a home adds a term of its own from another place": (
+        lambda s: _first(
+            s.receives[BACKWARD], _number("Receive", BACKWARD), "source", lambda r: r.source + 64,
+            lambda r: r.peer == s.header.rank,
+        ),
+        "a term of its own to a sum that it does not compute|do not lie in the arena",
+    ),
+    "a home adds a term of its own in a later round": (
+        lambda s: None if s.header.num_rounds < 2 else _first(
+            s.receives[BACKWARD], _number("Receive", BACKWARD), "round", lambda r: 1, lambda r: r.peer == s.header.rank
+        ),
+        "a term of its own|start it twice|uses",
     ),
     "a local block starts a row late": (
         lambda s: _first(s.blocks, _number("Block"), "entry", lambda b: b.entry + 2, lambda b: b.entry % 2 == 0),
@@ -171,7 +223,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
         lambda s: _first(
             s.receives[BACKWARD], _number("Receive", BACKWARD), "action", lambda r: 1, lambda r: r.action == 2
         ),
-        "start it twice|has no first term, or two",
+        "start it twice|has no first term, or two|come home from their own rank",
     ),
     "a sum has no first term": (
         lambda s: _first(
@@ -204,7 +256,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
         lambda s: _first(
             s.receives[BACKWARD], _number("Receive", BACKWARD), "action", lambda r: COPY, lambda r: r.action == ADD
         ),
-        "tensor 1[01] is only copied|rows that are only copied have a sum",
+        "tensor 1[01] is only copied|rows that are only copied have a sum|come home from their own rank",
     ),
     "two extents overlap in the arena": (
         lambda s: _first(

@@ -32,11 +32,11 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, str, str] | str]] = {
     ),
     "lengths": (
         {"layout": distca.Layout([[(0, 0, 400)], [(1, 0, 60), (2, 0, 34)], [(3, 0, 50)]])},
-        "(documents of other lengths, on other ranks, or with other bidirectional rows)",
+        "(documents of other lengths, on other ranks, or with other bidirectional rows or branches)",
     ),
     "bidirectional rows": (
         {"layout": LAYOUT.with_bidirectional({0: [(0, 7)]})},
-        "(documents of other lengths, on other ranks, or with other bidirectional rows)",
+        "(documents of other lengths, on other ranks, or with other bidirectional rows or branches)",
     ),
     "query heads": (
         {"heads": distca.Heads(8, 2, 16)},

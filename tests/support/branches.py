@@ -69,6 +69,27 @@ def random_tree(seed: int, documents: int = 8) -> Tree:
     )
 
 
+def branched(layout: distca.Layout, seed: int) -> distca.Layout:
+    """The layout with most documents made branches of earlier ones: the same rows, which count from further on."""
+    draw = random.Random(seed)
+    firsts: list[int] = []
+    parents: dict[int, int] = {}
+    for document, length in enumerate(layout.document_lengths):
+        firsts.append(0)
+        if document > 0 and draw.random() < 0.75:
+            parents[document] = parent = draw.randrange(document)
+            firsts[-1] = firsts[parent] + draw.randint(1, layout.document_lengths[parent])
+        assert length > 0
+    segments = [
+        [
+            (d, begin, end) if d < 0 else (d, begin + firsts[d], end + firsts[d])
+            for d, begin, end in layout.segments(rank)
+        ]
+        for rank in range(layout.num_ranks)
+    ]
+    return distca.Layout(segments, branches=parents)
+
+
 def own_rows(batch: Batch, tree: Tree) -> torch.Tensor:
     """The rows of the batch that are some document's own. It has places for shared rows, too."""
     return torch.cat([torch.arange(rows.start, rows.stop) + batch.offsets[d] for d, rows in enumerate(tree.own)])

@@ -9,6 +9,7 @@ import torch
 
 import distca
 from support.batches import random_ranges
+from support.branches import branched
 from support.groups import loopback_group, on_all_ranks
 
 RANKS, ROWS = 3, 64
@@ -22,7 +23,7 @@ Tensors = list[torch.Tensor]
 
 def layout_of(seed: int, ranks: int = RANKS) -> distca.Layout:
     """A plan of documents that fill ROWS rows of each rank. If the seed is even, a few rows are padding; if it is a
-    multiple of three, some rows see those after them.
+    multiple of three, some rows see those after them; after a multiple of four, documents share rows.
     """
     draw = random.Random(seed)
     padding = 4 * (1 - seed % 2)
@@ -32,6 +33,8 @@ def layout_of(seed: int, ranks: int = RANKS) -> distca.Layout:
         left -= lengths[-1]
     layout = distca.Layout.packed(lengths, ranks=ranks, tokens_per_rank=ROWS - padding)
     ranges = {} if seed % 3 else random_ranges(layout.document_lengths, seed)
+    if seed % 4 == 1:
+        return branched(layout, seed)
     if padding == 0:
         return layout.with_bidirectional(ranges)
     segments = [list(layout.segments(rank)) for rank in range(ranks)]
