@@ -3,6 +3,7 @@
 from faults import (
     attention,
     bidirectional,
+    branches,
     callers,
     emulated_gpu,
     megatron,
@@ -39,6 +40,7 @@ FAULTS = [
     *retained.FAULTS,
     *attention.FAULTS,
     *bidirectional.FAULTS,
+    *branches.FAULTS,
     *callers.FAULTS,
     *tiles.FAULTS,
     *training.FAULTS,

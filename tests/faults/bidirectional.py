@@ -153,8 +153,8 @@ FAULTS = [
     Fault(
         "bidirectional: halves lose the ranges",
         "python/distca/planner/halves.py",
-        "half = Layout(segments).with_bidirectional(bidirectional)",
-        "half = Layout(segments)",
+        "half = Layout(segments, branches=branches).with_bidirectional(bidirectional)",
+        "half = Layout(segments, branches=branches)",
         (LAYOUT,),
     ),
     Fault(

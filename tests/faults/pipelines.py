@@ -119,8 +119,8 @@ FAULTS = [
     Fault(
         "each rank numbers the documents of its segments by itself",
         "python/distca/planner/telling.py",
-        "return sorted(set(chain.from_iterable(words[::3] for words in told)) - {PADDING})",
-        "return sorted(set(told[0][::3]) - {PADDING})",
+        "for words in told for document, _, _ in self._split(words)[1]} - {PADDING})",
+        "for words in told[:1] for document, _, _ in self._split(words)[1]} - {PADDING})",
         (AHEAD, "tests/plan/test_plan_ahead.py"),
     ),
     Fault(
@@ -309,8 +309,8 @@ FAULTS = [
     Fault(
         "plans with labels may have any rows in backward",
         "cpp/runtime/context_plans.cpp",
-        "    return same_document && x.begin == y.begin && x.end == y.end;",
-        "    return are_labelled || (same_document && x.begin == y.begin && x.end == y.end);",
+        "    return same_document && same_branch && x.begin == y.begin && x.end == y.end;",
+        "    return are_labelled || (same_document && same_branch && x.begin == y.begin && x.end == y.end);",
         ("tests/pipeline/test_labels.py",),
     ),
     Fault(
