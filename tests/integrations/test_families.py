@@ -12,6 +12,9 @@ from families.cases import CASES, is_as_expected
 from families.reference import Case, documents, logits_of, mistakes, reference
 from families.verdict import judge
 
+import distca
+from distca.integrations import hf
+
 SAMPLE = {
     "full attention, RoPE": "llama",
     "positions learned": "gpt2",
@@ -85,3 +88,13 @@ def test_sinks_that_are_left_out_show_in_the_logits() -> None:
             if name.endswith("sinks"):
                 weight.fill_(-1e4)
     assert (logits_of(model, documents()) - right).norm() > 1e-2 * right.norm()
+
+
+def test_every_configuration_says_its_heads_and_windows_or_why_it_has_none() -> None:
+    for name, case in CASES.items():
+        config = tiny.config_of(case.entry, case.options)
+        for said in (hf.windows_of, lambda config: hf.heads_of(config, torch.float32)):
+            try:
+                said(config)
+            except distca.InvalidArgumentError as error:
+                assert str(error), name

@@ -378,6 +378,10 @@ def windows_of(config: PreTrainedConfig) -> list[Window]:
     window = None if config.model_type in _NO_WINDOW else getattr(config, "sliding_window", None)
     kinds = _kinds(config)
     if not kinds:
+        refuse(
+            getattr(config, "num_hidden_layers", None) is None,
+            f"the configuration ({config.model_type}) has no num_hidden_layers: its layers are of another kind",
+        )
         return [window] * config.num_hidden_layers
     known = (*_ATTENTION, *_NO_ATTENTION)
     for layer, kind in enumerate(kinds):
