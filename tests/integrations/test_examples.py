@@ -101,6 +101,17 @@ def _check_pipeline(text: str) -> None:
     assert all(later < earlier for (_, earlier), (_, later) in itertools.pairwise(steps))
 
 
+def _check_shared_prompts(text: str) -> None:
+    [repeated], [shared] = (
+        _numbers(f"{way}: # rows, # ms a step, losses # # # #", text) for way in ("repeated", "shared")
+    )
+    assert (repeated[0], shared[0]) == (11_520, 2_828)
+    assert shared[2:] == pytest.approx(repeated[2:], abs=2e-6)
+    assert shared[-1] < shared[2] - 0.2
+    [[difference]] = _numbers("largest difference of a weight: #", text)
+    assert difference < 1e-5
+
+
 def _check_plan_my_lengths(text: str) -> None:
     ranks = _ranks_of(text)
     assert len(ranks) == 4
@@ -149,6 +160,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "lightning_fit": _check_lightning_fit,
     "plain_loop": _check_plain_loop,
     "plan_my_lengths": _check_plan_my_lengths,
+    "shared_prompts": _check_shared_prompts,
     "transformers_trainer": _check_transformers_trainer,
     "trl_sft": _check_trl_sft,
 }
