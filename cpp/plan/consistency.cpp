@@ -59,13 +59,18 @@ std::span<const Held> Checker::held(int64_t document) const {
 }
 
 std::vector<Held> Checker::held_keys(int64_t document) const {
-  const std::span<const Held> own = held(document);
-  const BranchRow* const branch = slice_.branch(document);
-  if (branch == nullptr) return {own.begin(), own.end()};
-  std::vector<Held> keys = held_keys(branch->parent);
-  while (!keys.empty() && keys.back().begin >= branch->first_row) keys.pop_back();
-  if (!keys.empty()) keys.back().end = std::min(keys.back().end, branch->first_row);
-  keys.insert(keys.end(), own.begin(), own.end());
+  std::vector<Held> keys;  // from the last row to the first
+  int64_t end = INT64_MAX;
+  for (int64_t d = document;;) {
+    const std::span<const Held> own = held(d);
+    for (auto h = own.rbegin(); h != own.rend(); ++h)
+      if (h->begin < end) keys.push_back({h->document, h->begin, std::min(h->end, end), h->row});
+    const BranchRow* const branch = slice_.branch(d);
+    if (branch == nullptr) break;
+    end = branch->first_row;
+    d = branch->parent;
+  }
+  std::ranges::reverse(keys);
   return keys;
 }
 
