@@ -48,13 +48,6 @@ FAULTS = [
         (LAYOUT,),
     ),
     Fault(
-        "branches: a prompt that is whole at home is no sum",
-        "cpp/plan/arrangement.h",
-        "layout.placements(t.document).size() == 1 && !layout.shares_rows(t.document);",
-        "layout.placements(t.document).size() == 1;",
-        (EXACT, PLAN),
-    ),
-    Fault(
         "branches: heads are cut document by document",
         "cpp/plan/task_list.cpp",
         "int32_t& index = cuts_of[static_cast<size_t>(layout.tree(t.document))];",

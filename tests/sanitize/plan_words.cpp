@@ -69,6 +69,15 @@ std::vector<Plan> make_plans() {
   o.scores = {{1, 0}, {0, 40}};
   o.scores_of_document = {0, 1, 0};
   plans.emplace_back(layout, o);
+  const auto tree = std::make_shared<Layout>(
+      std::vector<std::vector<Segment>>{{{0, 0, 90}, {1, 90, 130}}, {{2, 60, 100}, {kPadding, 0, 3}}, {{3, 100, 140}}},
+      std::vector<Branch>{{1, 0}, {2, 0}, {3, 2}});
+  o.scores = {ScoresRow()};
+  o.scores_of_document = {};
+  o.retain_bytes = {1 << 20, 0, 1 << 20};
+  plans.emplace_back(tree, o);
+  o.heads.dtype = o.reduce_dtype = DType::kBFloat16;
+  plans.emplace_back(tree, o);
   return plans;
 }
 
