@@ -97,13 +97,6 @@ FAULTS = [
         (LAYOUT,),
     ),
     Fault(
-        "branches: a document of a plan may branch off itself",
-        "cpp/plan/validate.cpp",
-        "check_plan(parent == nullptr || parent->first_row < b.first_row,",
-        "check_plan(true,",
-        (CONSISTENT,),
-    ),
-    Fault(
         "branches: a task of a plan may compute rows that its document shares",
         "cpp/plan/validate.cpp",
         "check_plan(branch == nullptr || t.q_begin >= branch->first_row,",
