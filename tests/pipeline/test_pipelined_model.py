@@ -14,6 +14,7 @@ import distca
 from distca import pipeline
 from distca.pipeline import Work
 from support import staged_model as model
+from support.branches import in_two
 from support.ranks import launch
 
 
@@ -26,6 +27,7 @@ class Case(NamedTuple):
     recompute: str | tuple[int, ...] | None = None
     save_attention: bool = False
     in_flight: int | None = None
+    branches: bool = False  # whether the second half of each document is a branch of the first
 
 
 def _run(case: Case) -> tuple[float, dict[str, torch.Tensor], float, int]:
@@ -33,10 +35,11 @@ def _run(case: Case) -> tuple[float, dict[str, torch.Tensor], float, int]:
     _rank, num_stages = dist.get_rank(), len(case.layers)
     data = dist.get_world_size() // num_stages
     documents = model.DOCUMENTS[: case.microbatches]
+    layouts = [distca.Layout.from_documents(lengths[:data]) for lengths in documents]
     stages = [[stage * data + r for r in range(data)] for stage in range(num_stages)]
     with distca.init(max_tokens=512, heads=model.HEADS, timeout=20) as context:
         plans = pipeline.PipelinePlans(
-            [distca.Layout.from_documents(lengths[:data]) for lengths in documents],
+            [in_two(layout) if case.branches else layout for layout in layouts],
             model.HEADS,
             stages=stages,
             layers=case.layers,
@@ -117,6 +120,7 @@ TWO_STAGES = [
     Case([1, 2], recompute="layer", save_attention=True),
     Case([1, 3], recompute=(1, 2), save_attention=True),
     Case([1, 2], microbatches=5, in_flight=2),
+    Case([1, 2], microbatches=4, recompute="layer", branches=True),
 ]
 
 

@@ -90,6 +90,28 @@ def branched(layout: distca.Layout, seed: int) -> distca.Layout:
     return distca.Layout(segments, branches=parents)
 
 
+def in_two(layout: distca.Layout) -> distca.Layout:
+    """The layout with the second half of each document made a branch of the first half: the same attention."""
+    parents: dict[int, int] = {}
+    begins: list[tuple[int, int, int]] = []  # of each document: its number, that of its second half, where this begins
+    for length in layout.document_lengths:
+        number = len(begins) + len(parents)
+        begins.append((number, number + 1, length // 2) if length > 1 else (number, number, length))
+        if length > 1:
+            parents[number + 1] = number
+    segments: list[list[tuple[int, int, int]]] = []
+    for rank in range(layout.num_ranks):
+        segments.append([])
+        for document, begin, end in layout.segments(rank):
+            if document == distca.PADDING:
+                segments[-1].append((document, begin, end))
+                continue
+            first, second, middle = begins[document]
+            parts = [(first, begin, min(end, middle)), (second, max(begin, middle), end)]
+            segments[-1] += [part for part in parts if part[1] < part[2]]
+    return distca.Layout(segments, branches=parents)
+
+
 def own_rows(batch: Batch, tree: Tree) -> torch.Tensor:
     """The rows of the batch that are some document's own. It has places for shared rows, too."""
     return torch.cat([torch.arange(rows.start, rows.stop) + batch.offsets[d] for d, rows in enumerate(tree.own)])
