@@ -55,10 +55,10 @@ def test_a_truncated_plan_is_noticed_at_every_length(group: Group) -> None:
     group.check_still_works()
 
 
-@pytest.mark.parametrize("version", [0, 7, 9, -1])
+@pytest.mark.parametrize("version", [0, _C.PLAN_FORMAT - 1, _C.PLAN_FORMAT + 1, -1])
 def test_a_plan_of_another_format_version_is_refused_with_both_versions(group: Group, version: int) -> None:
     words = group.plan.tensor.tolist()
-    with pytest.raises(distca.PlanFormatError, match=rf"version is {version}, this library reads 8"):
+    with pytest.raises(distca.PlanFormatError, match=f"version is {version}, this library reads {_C.PLAN_FORMAT}"):
         group.attend(group.inputs(), with_words(group.plan, with_checksum([words[0], version, *words[2:]])))
     group.check_still_works()
 
