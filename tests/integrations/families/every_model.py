@@ -18,6 +18,7 @@ import torch
 from families import tiny
 from families.cases import CASES, expected_kind, is_as_expected, with_rope
 from families.reference import documents, mistakes, run
+from families.shared_rows import found
 from families.verdict import judge
 
 WITH_ROPE = {kind: with_rope(kind) for kind in ("dynamic", "longrope")}
@@ -28,6 +29,16 @@ WITH_ROPE = {kind: with_rope(kind) for kind in ("dynamic", "longrope")}
 def test_a_model_cut_between_two_ranks_is_exact_or_refused_with_the_reason(name: str) -> None:
     verdict = judge(CASES[name])
     assert is_as_expected(name, verdict), verdict
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_takes_documents_that_share_rows_if_it_is_exact_where_documents_are_cut(name: str) -> None:
+    verdict = found(CASES[name])
+    if expected_kind(name) == "exact" and not CASES[name].whole:
+        assert verdict == "exact"
+    else:
+        assert verdict.startswith("refused: "), verdict
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, cases in WITH_ROPE.items() for name in cases])
