@@ -385,6 +385,10 @@ class Arranger {
       const int64_t rows = g.end - g.begin, heads = group.num_kv_heads();
       g.dk = extent(group.server, g.dk_kind(), heads, rows);
       g.dv = extent(group.server, g.dv_kind(), heads, rows);
+      if (group.server == g.home) {  // a further term of the home's own, which is there already
+        g.home_dk = g.dk;
+        g.home_dv = g.dv;
+      }
     }
   }
 

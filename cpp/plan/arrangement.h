@@ -83,7 +83,7 @@ struct KeyGradient {
   int64_t home = 0, home_row = 0;
   GradTarget target = GradTarget::kReturned;
   int64_t dk = -1, dv = -1;            // offsets in the server's arena; -1 for kReturned
-  int64_t home_dk = -1, home_dv = -1;  // offsets in the home's arena, where the server is another rank
+  int64_t home_dk = -1, home_dv = -1;  // offsets in the home's arena of what is copied or added there
   int64_t round = 0;
   int64_t sum = -1;       // index of the sum that it is added to; -1 if this server alone contributes
   bool is_first = false;  // whether it is the first term of that sum

@@ -189,7 +189,7 @@ class Filler {
     const bool returned = g.target == GradTarget::kReturned;
     add(t_.grads, {g.begin, g.end, static_cast<int64_t>(g.target), returned ? g.home_row : -1, g.dk, g.dv});
     if (g.home == rank_) {
-      if (g.sum >= 0 && !g.is_first) add_own_term(g);
+      if (g.sum >= 0 && !g.is_first) receive_gradient(g);
       return;
     }
     const Group& group = a_.groups[g.group];
@@ -303,18 +303,8 @@ class Filler {
     for (Phase phase : kPhases) wait(phase, Direction::kIn, round_in, t.home);
   }
 
-  /// A term of a sum that this rank computes itself, as the home. It is taken in with what comes in the first round.
-  void add_own_term(const KeyGradient& g) {
-    const KeyGradientSum& sum = a_.sums[static_cast<size_t>(g.sum)];
-    const Group& group = a_.groups[g.group];
-    const auto receive = [&](TensorKind kind, int64_t source, int64_t place_of_sum) {
-      add(t_.receives[1], {0, rank_, static_cast<int64_t>(kind), static_cast<int64_t>(ReceiveAction::kAdd), g.home_row,
-                           g.end - g.begin, group.kv_head_begin, group.kv_head_end, source, place_of_sum});
-    };
-    receive(g.dk_kind(), g.dk, sum.dk);
-    receive(g.dv_kind(), g.dv, sum.dv);
-  }
-
+  /// Takes in a gradient that comes home, or a further term of a sum that this rank has computed itself, which it takes
+  /// in with the first round.
   void receive_gradient(const KeyGradient& g) {
     const Group& group = a_.groups[g.group];
     const KeyGradientSum* const sum = g.sum < 0 ? nullptr : &a_.sums[static_cast<size_t>(g.sum)];
@@ -327,7 +317,7 @@ class Filler {
     };
     receive(g.dk_kind(), g.home_dk, sum == nullptr ? -1 : sum->dk);
     receive(g.dv_kind(), g.home_dv, sum == nullptr ? -1 : sum->dv);
-    wait(Phase::kBackward, Direction::kOut, g.round, group.server);
+    if (group.server != rank_) wait(Phase::kBackward, Direction::kOut, g.round, group.server);
   }
 
   // ---- order ----

@@ -78,7 +78,7 @@ FAULTS = [
     Fault(
         "branches: a home forgets its further terms",
         SLICES,
-        "if (g.sum >= 0 && !g.is_first) add_own_term(g);",
+        "if (g.sum >= 0 && !g.is_first) receive_gradient(g);",
         "",
         (EXACT, PLAN),
     ),
