@@ -181,8 +181,8 @@ def test_ranks_tell_their_branches_by_their_own_numbers(bidirectional: bool) -> 
 @pytest.mark.parametrize(
     ("batches", "said"),
     [
-        ([{"segments": [(7, 0, 6)], "branches": [(7, 0)]}], "branches are .* a mapping"),
-        ([{"segments": [(7, 0, 6)], "branches": {7: -1}}], "branches are .* a mapping"),
+        ([{"segments": [(7, 0, 6)], "branches": [(7, 0)]}], "PlanAhead: branches = .* a mapping of documents"),
+        ([{"segments": [(7, 0, 6)], "branches": {7: -1}}], "PlanAhead: branches = .* a mapping of documents"),
         ([{"segments": [(7, 0, 6), (9, 6, 8)], "branches": {9: 8}}], r"rank 0 tells that document 9 branches off "
          r"document 8; the ranks have rows of \[7, 9\]"),
         ([{"segments": [(7, 0, 6), (9, 6, 8)], "branches": {9: 7}}, {"segments": [(8, 0, 7)], "branches": {9: 8}}],

@@ -74,12 +74,11 @@ def branched(layout: distca.Layout, seed: int) -> distca.Layout:
     draw = random.Random(seed)
     firsts: list[int] = []
     parents: dict[int, int] = {}
-    for document, length in enumerate(layout.document_lengths):
+    for document in range(len(layout.document_lengths)):
         firsts.append(0)
         if document > 0 and draw.random() < 0.75:
             parents[document] = parent = draw.randrange(document)
             firsts[-1] = firsts[parent] + draw.randint(1, layout.document_lengths[parent])
-        assert length > 0
     segments = [
         [
             (d, begin, end) if d < 0 else (d, begin + firsts[d], end + firsts[d])

@@ -201,8 +201,8 @@ def _check_recurrent(config: PreTrainedConfig, examined: Examined, num_ranks: in
     )
     if not examined.recurrent:
         return
+    name, module = next(iter(examined.recurrent.items()))
     if layout is not None and layout.branches:
-        name, module = next(iter(examined.recurrent.items()))
         branch, parent = next(iter(layout.branches.items()))
         refuse(
             True,
@@ -212,7 +212,6 @@ def _check_recurrent(config: PreTrainedConfig, examined: Examined, num_ranks: in
         )
     cut = None if layout is None else cut_document(layout)
     if layout is None or cut is not None:
-        name, module = next(iter(examined.recurrent.items()))
         where = "documents may be cut between ranks" if cut is None else f"document {cut[0]} is cut on rank {cut[1]}"
         refuse(
             True,

@@ -81,7 +81,7 @@ class Layout:
             raise _bad_segment(ranks)
         try:
             segments = [[(index(d), index(b), index(e)) for d, b, e in of_rank] for of_rank in ranks]
-            self._core = _C.Layout(segments, _branches(branches))
+            self._core = _C.Layout(segments, checked_branches("layout", {} if branches is None else branches))
         except TypeError:
             raise _bad_segment(ranks) from None
 
@@ -417,13 +417,13 @@ class Layout:
         return f"Layout({self.num_ranks} ranks, {len(self.document_lengths)} documents{branches}, rows {rows}{besides})"
 
 
-def _branches(branches: Any) -> list[tuple[int, int]]:
-    """The branches as pairs, checked for their types."""
-    if branches is None:
-        return []
+def checked_branches(name: str, branches: Any) -> list[tuple[int, int]]:
+    """The branches as pairs. Raises InvalidArgumentError, whose text begins with the name, if they are no mapping of
+    numbers.
+    """
     if not isinstance(branches, Mapping) or not all(is_whole(n, 0) for pair in branches.items() for n in pair):
         raise InvalidArgumentError(
-            f"layout: branches = {branches!r}; a mapping of documents to those that they branch off, such as "
+            f"{name}: branches = {branches!r}; a mapping of documents to those that they branch off, such as "
             "{1: 0, 2: 0}, is expected"
         )
     return [(index(document), index(parent)) for document, parent in branches.items()]

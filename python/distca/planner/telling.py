@@ -9,7 +9,7 @@ from typing import Any
 
 from distca.arguments import is_whole, listed
 from distca.errors import InvalidArgumentError
-from distca.planner.layout import PADDING, Layout
+from distca.planner.layout import PADDING, Layout, checked_branches
 
 #: The largest number that a rank can tell.
 _MOST = 2**63 - 1
@@ -134,15 +134,8 @@ class TellsSegments(Telling):
         """The numbers of all segments, one after another."""
         words: list[int] = []
         if self._branches is not None:
-            branches = self._branches(batch)
-            if not isinstance(branches, Mapping) or not all(
-                is_whole(n, 0, _MOST) for pair in branches.items() for n in pair
-            ):
-                raise InvalidArgumentError(
-                    f"{self._name}: branches are {branches!r}; a mapping of documents to those that they branch off is "
-                    "expected, such as {1: 0, 2: 0}"
-                )
-            words = [len(branches), *(index(n) for pair in branches.items() for n in pair)]
+            branches = checked_branches(self._name, self._branches(batch))
+            words = [len(branches), *(n for pair in branches for n in pair)]
         for given in listed(self._name, "segments", self._segments(batch), "a list of (document, begin, end)"):
             segment = listed(self._name, "a segment", given, "(document, begin, end)")
             if len(segment) != 3 or not all(is_whole(n, PADDING) for n in segment) or not 0 <= segment[1] < segment[2]:

@@ -48,7 +48,7 @@ def _reference(case: Case) -> Results:
 
 
 def _in_order(documents: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([documents[d][begin:end] for of_rank in SEGMENTS for d, begin, end in of_rank])
+    return torch.cat([_in_order_of(rank, documents) for rank in range(len(SEGMENTS))])
 
 
 def found(case: Case) -> str:
