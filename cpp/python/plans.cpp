@@ -145,6 +145,18 @@ void bind_layout(py::module_& m) {
             return std::make_shared<plan::Layout>(plan::Layout::join(of_layout, num_ranks));
           },
           py::arg("parts"), py::arg("num_ranks"))
+      .def_property_readonly("first_rows",
+                             [](const plan::Layout& l) {
+                               std::vector<int64_t> rows;
+                               for (int64_t d = 0; d < l.num_documents(); ++d) rows.push_back(l.first_row(d));
+                               return rows;
+                             })
+      .def_property_readonly("trees",
+                             [](const plan::Layout& l) {
+                               std::vector<int64_t> trees;
+                               for (int64_t d = 0; d < l.num_documents(); ++d) trees.push_back(l.tree(d));
+                               return trees;
+                             })
       .def_property_readonly("branches",
                              [](const plan::Layout& l) {
                                std::vector<BranchTuple> branches;

@@ -119,9 +119,9 @@ FAULTS = [
     ),
     Fault(
         "branches: a half has the branches of a document that it has not",
-        "python/distca/planner/halves.py",
-        "        while tree in parents:\n            tree = parents[tree]\n",
-        "        tree = parents.get(tree, tree)\n",
+        LAYOUTS,
+        "trees_[static_cast<size_t>(document)] = path.back();",
+        "trees_[static_cast<size_t>(document)] = path[path.size() > 1 ? 1 : 0];",
         (LAYOUT,),
     ),
     Fault(

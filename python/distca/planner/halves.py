@@ -121,7 +121,7 @@ def halves(layout: Layout, *, window: Window = None, idle_rows: int = 0, multipl
     for name, value, least in (("idle_rows", idle_rows, 0), ("multiple_of", multiple_of, 1)):
         if not is_whole(value, least):
             raise InvalidArgumentError(f"halves: {name} = {value!r}; at least {least} is allowed")
-    own_rows, bidirectional, trees = layout._own_rows(), layout.bidirectional, _trees(layout)
+    own_rows, bidirectional, trees = layout._own_rows(), layout.bidirectional, layout._core.trees
     number = {tree: i for i, tree in enumerate(sorted(set(trees)))}
     tokens: list[dict[int, int]] = [defaultdict(int) for _ in number]  # of documents that share rows, by rank
     pairs = [0] * len(number)
@@ -137,18 +137,6 @@ def halves(layout: Layout, *, window: Window = None, idle_rows: int = 0, multipl
     second = [dealt[number[tree]] for tree in trees]
     first = [not one for one in second]
     return _half(layout, first, idle_rows, multiple_of), _half(layout, second, idle_rows, multiple_of)
-
-
-def _trees(layout: Layout) -> list[int]:
-    """For each document the one that all documents with which it shares rows branch off."""
-    parents = layout.branches
-    trees = []
-    for document in range(len(layout.document_lengths)):
-        tree = document
-        while tree in parents:
-            tree = parents[tree]
-        trees.append(tree)
-    return trees
 
 
 def _visible_pairs(length: int, window: Window) -> int:

@@ -358,12 +358,7 @@ class Layout:
 
     def _own_rows(self) -> list[range]:
         """The rows of each document without those that a branch shares."""
-        begin = self.document_lengths
-        for rank in range(self.num_ranks):
-            for document, first, _ in self.segments(rank):
-                if document != PADDING:
-                    begin[document] = min(begin[document], first)
-        return [range(first, end) for first, end in zip(begin, self.document_lengths, strict=True)]
+        return [range(*rows) for rows in zip(self._core.first_rows, self._core.document_lengths, strict=True)]
 
     @property
     def branches(self) -> dict[int, int]:
