@@ -16,6 +16,7 @@ from hypothesis import settings
 
 from distca.connect.collections_paused import collections_paused
 from emulation import emulated_gpu
+from support import gpus
 from support.programs import EMULATED_GPU
 
 # Every run has the same examples. A failing one is printed as code that reproduces it.
@@ -23,6 +24,8 @@ settings.register_profile("distca", derandomize=True, deadline=None, print_blob=
 # `make fuzz` uses this profile: twenty times as many examples, and new ones in every run.
 settings.register_profile("fuzz", settings.get_profile("distca"), derandomize=False, max_examples=2000)
 settings.load_profile("distca")
+
+gpus.asks = True
 
 # A shell that runs the tests in the background makes them ignore Ctrl-C, and the processes that they start would
 # inherit that.

@@ -43,6 +43,15 @@ struct Ring {
   DISTCA_DEVICE void advance() { ++uses; }
 };
 
+/// The same for a number of stages that need not be a power of two.
+template <int kStages>
+struct AnyRing {
+  int at = 0;  // the stage, plus kStages where the parity is 1
+  DISTCA_DEVICE int stage() const { return at < kStages ? at : at - kStages; }
+  DISTCA_DEVICE int parity() const { return at < kStages ? 0 : 1; }
+  DISTCA_DEVICE void advance() { at = at + 1 == 2 * kStages ? 0 : at + 1; }
+};
+
 /// The lane of this thread. It is computed anew each time and not kept in a register.
 DISTCA_DEVICE int lane_of_warp() { return hopper::thread_of_cta() % kWarp; }
 

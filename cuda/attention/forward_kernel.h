@@ -35,15 +35,20 @@ struct ForwardConfig {
   static constexpr int kRows = 128;
   /// This is part of the numerics: blocks start at multiples of it.
   static constexpr int kKeys = kDim > 192 ? 64 : 128;
-  static constexpr int kStages = 2;
+  /// Stages of keys and of values: two to four of each, as many as there is room for.
+  static constexpr int kKeyBytes = kKeys * kDim * 2, kValueBytes = kKeys * kValueDim * 2;
+  static constexpr int kRoom = 224 * 1024 - kRows * kDim * 2;
+  static constexpr int kKeyStages = minimum(kRoom / (kKeyBytes + kValueBytes), 4);
+  static constexpr int kValueStages = minimum((kRoom - kKeyStages * kKeyBytes) / kValueBytes, 4);
+  static_assert(kKeyStages >= 2 && kValueStages >= 2);
 
   struct alignas(1024) Shared {
     SharedTile<kDim / kBoxColumns, kRows> q;
-    SharedTile<kDim / kBoxColumns, kKeys> k[kStages];
-    SharedTile<kValueDim / kBoxColumns, kKeys> v[kStages];
+    SharedTile<kDim / kBoxColumns, kKeys> k[kKeyStages];
+    SharedTile<kValueDim / kBoxColumns, kKeys> v[kValueStages];
     Stages<1> q_stages;
-    Stages<kStages> k_stages;
-    Stages<kStages> v_stages;
+    Stages<kKeyStages> k_stages;
+    Stages<kValueStages> v_stages;
     hopper::Barrier loaded;
     ItemRing items;
   };
@@ -71,44 +76,79 @@ DISTCA_INLINE ForwardTile forward_tile(const KernelParams& p, const WorkItem& it
 }
 
 template <class Config>
-DISTCA_DEVICE void produce_forward(const KernelParams& p, typename Config::Shared& s) {
-  constexpr int kStages = Config::kStages, kKeys = Config::kKeys;
-  constexpr int kChunks = Config::kDim / kBoxColumns, kValueChunks = Config::kValueDim / kBoxColumns;
+struct ForwardProducer {
+  static constexpr int kKeys = Config::kKeys;
+  static constexpr int kChunks = Config::kDim / kBoxColumns, kValueChunks = Config::kValueDim / kBoxColumns;
+
+  const KernelParams& p;
+  typename Config::Shared& s;
   Ring<2> items;
   Ring<1> q;
-  Ring<kStages> k, v;
+  AnyRing<Config::kKeyStages> k;
+  AnyRing<Config::kValueStages> v;
   int loaded_parity = 0;
-  for (int index; (index = take_item(p, s.items, items)) < p.num_items();) {
-    const WorkItem& item = p.items[index];
-    const TaskEntry& task = p.tasks[item.task];
-    const GroupEntry& group = p.groups[item.group];
-    const ForwardTile tile = forward_tile<Config>(p, item);
+  // Whose maps this CTA has acquired last.
+  int last_task = -1;
+  int last_group = -1;
+
+  DISTCA_DEVICE void run() {
+    for (int index; (index = take_item(p, s.items, items)) < p.num_items();) {
+      const WorkItem& item = p.items[index];
+      const ForwardTile tile = forward_tile<Config>(p, item);
+      acquire_maps(item);
+      load_tile(item);
+      // As the consumers use them: the values of a block come after the keys of the next one.
+      for (int block = tile.begin_block; block < tile.end_block; ++block) {
+        load_keys(item, tile, block);
+        if (block > tile.begin_block) load_values(item, tile, block - 1);
+      }
+      load_values(item, tile, tile.end_block - 1);
+    }
+  }
+
+  DISTCA_DEVICE void acquire_maps(const WorkItem& item) {
+    if (lane_of_warp() == 0) {
+      if (item.task != last_task) hopper::acquire_map(p.maps + p.tasks[item.task].q_map);
+      if (item.group != last_group) {
+        const GroupEntry& group = p.groups[item.group];
+        for (int source = 0; source < 2; ++source) {
+          hopper::acquire_map(p.maps + group.k_maps + source);
+          hopper::acquire_map(p.maps + group.v_maps + source);
+        }
+      }
+    }
+    last_task = item.task;
+    last_group = item.group;
+  }
+
+  DISTCA_DEVICE void load_tile(const WorkItem& item) {
     await_empty(s.q_stages.empty[0], q.parity());
     if (lane_of_warp() == 0) {
-      hopper::acquire_map(p.maps + task.q_map);
-      for (int source = 0; source < 2; ++source) {
-        hopper::acquire_map(p.maps + group.k_maps + source);
-        hopper::acquire_map(p.maps + group.v_maps + source);
-      }
       hopper::Barrier& full = s.q_stages.full[0];
       full.expect_bytes(query_bytes<kChunks>(p));
-      load_queries<kChunks, Config::kRows>(p, task.q_map, item.kv_head, item.index, full, s.q);
+      load_queries<kChunks, Config::kRows>(p, p.tasks[item.task].q_map, item.kv_head, item.index, full, s.q);
       full.arrive();
     }
     hopper::sync_warp();
     q.advance();
-    for (int block = tile.begin_block; block < tile.end_block; ++block) {
-      await_empty(s.k_stages.empty[k.stage()], k.parity());
-      KeyBlock<kChunks, kKeys>{s.k[k.stage()], s.k_stages.full[k.stage()], s.loaded}.load(
-          p, group, group.k_maps, item.kv_head, block * kKeys, tile.keys, false, loaded_parity);
-      k.advance();
-      await_empty(s.v_stages.empty[v.stage()], v.parity());
-      KeyBlock<kValueChunks, kKeys>{s.v[v.stage()], s.v_stages.full[v.stage()], s.loaded}.load(
-          p, group, group.v_maps, item.kv_head, block * kKeys, tile.keys, true, loaded_parity);
-      v.advance();
-    }
   }
-}
+
+  DISTCA_DEVICE void load_keys(const WorkItem& item, const ForwardTile& tile, int block) {
+    const GroupEntry& group = p.groups[item.group];
+    await_empty(s.k_stages.empty[k.stage()], k.parity());
+    KeyBlock<kChunks, kKeys>{s.k[k.stage()], s.k_stages.full[k.stage()], s.loaded}.load(
+        p, group, group.k_maps, item.kv_head, block * kKeys, tile.keys, false, loaded_parity);
+    k.advance();
+  }
+
+  DISTCA_DEVICE void load_values(const WorkItem& item, const ForwardTile& tile, int block) {
+    const GroupEntry& group = p.groups[item.group];
+    await_empty(s.v_stages.empty[v.stage()], v.parity());
+    KeyBlock<kValueChunks, kKeys>{s.v[v.stage()], s.v_stages.full[v.stage()], s.loaded}.load(
+        p, group, group.v_maps, item.kv_head, block * kKeys, tile.keys, true, loaded_parity);
+    v.advance();
+  }
+};
 
 /// One consumer warpgroup. It computes 64 rows of a tile after another. A thread has two rows, eight apart.
 template <class Config>
@@ -120,7 +160,8 @@ struct ForwardConsumer {
   typename Config::Shared& s;
   Ring<2> items;
   Ring<1> q;
-  Ring<Config::kStages> k, v;
+  AnyRing<Config::kKeyStages> k;
+  AnyRing<Config::kValueStages> v;
 
   float scores[kKeys / 2];
   float out[kValueDim / 2];
@@ -179,6 +220,7 @@ struct ForwardConsumer {
       release(s.k_stages.empty[k.stage()]);
       k.advance();
       softmax(tile, block);
+      hopper::stay_behind(row_sum[0] + row_sum[1]);  // which are never negative
       hopper::wait_groups<0>();
       hopper::pin(out);
       hopper::pin(probs);
@@ -341,7 +383,7 @@ DISTCA_DEVICE void forward_cta(const KernelParams& p, typename Config::Shared& s
   hopper::sync_cta();
   if (thread < kWarpgroup) {
     hopper::lower_registers<kProducerRegisters>();
-    if (thread < kWarp) produce_forward<Config>(p, s);
+    if (thread < kWarp) ForwardProducer<Config>{p, s, {}, {}, {}, {}}.run();
   } else {
     hopper::raise_registers<kConsumerRegisters>();
     ForwardConsumer<Config>(p, s).run();

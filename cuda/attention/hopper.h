@@ -210,6 +210,11 @@ template <int kGroups>
 DISTCA_DEVICE void wait_groups() {
   cute::warpgroup_wait<kGroups>();
 }
+/// Keeps what comes later behind the computation of x, which is not negative. ptxas moves waits for products in front of
+/// whatever does not depend on them; a trap that depends on x it cannot pass.
+DISTCA_DEVICE void stay_behind(float x) {
+  asm volatile("{.reg .pred p; setp.eq.f32 p, %0, 0fBF800000; @p trap;}" ::"f"(x) : "memory");
+}
 /// Keeps the compiler from moving other uses of registers across the start or the end of a product.
 template <class T, int kRegisters>
 DISTCA_DEVICE void pin(T (&registers)[kRegisters]) {

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import multiprocessing
-
 import torch
 
 from distca import _C
 
+asks = False
+"""Whether this process is one of pytest's own; conftest sets it. Processes that tests start import the test's module
+too. There the question is not asked, because asking begins CUDA, and their forks could not use CUDA any more.
+"""
+
 
 def no_gpu() -> str:
-    """The reason why tests that need any GPU cannot run here; empty if they can.
-
-    A process that a test has started imports the test's module too. There the question is not asked: asking begins
-    CUDA, and its forks could not use CUDA any more.
-    """
-    if multiprocessing.parent_process() is not None or torch.cuda.is_available():
+    """The reason why tests that need any GPU cannot run here; empty if they can."""
+    if not asks or torch.cuda.is_available():
         return ""
     return "no CUDA device: nothing ran on a GPU"
 
 
 def missing_gpu() -> str:
-    """The reason why tests of distca's own CUDA code cannot run here; empty if they can. Asked as `no_gpu` is."""
-    if multiprocessing.parent_process() is not None:
+    """The reason why tests of distca's own CUDA code cannot run here; empty if they can."""
+    if not asks:
         return ""
     if reason := no_gpu():
         return reason

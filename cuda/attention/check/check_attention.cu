@@ -1,7 +1,8 @@
 // Runs the CUDA attention kernels on random problems on device 0 against naive kernels in fp32, and prints errors and
 // TFLOP/s. It ends with 1 if a result is wrong, 2 if the device cannot run it.
 //
-// It stands alone: a machine with a GPU needs neither Python nor PyTorch for it.
+// It stands alone: a machine with a GPU needs neither Python nor PyTorch for it. Arguments are names of problems, which
+// alone are run then.
 //   nvcc -std=c++20 -gencode arch=compute_90a,code=sm_90a -O3 --expt-relaxed-constexpr -I CUTLASS/include -I cuda
 //        -I cpp cuda/attention/*.cu cuda/attention/*.cpp cuda/attention/check/check_attention.cu
 //        cpp/transport/table.cpp -o check_attention
@@ -14,6 +15,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <random>
+#include <set>
+#include <string>
 #include <vector>
 
 #include "attention/cuda_attention.h"
@@ -130,31 +133,64 @@ __global__ void naive_backward(Shape s, const float* q, const float* k, const fl
   }
 }
 
+/// delta [rows * heads]: the sum over a row of out times its gradient, both as they were rounded.
+__global__ void naive_delta(Shape s, const float* out, const float* dout, float* delta) {
+  const int index = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  if (index >= s.length * s.q_heads) return;
+  const int64_t at = static_cast<int64_t>(index) * s.v_dim;
+  float sum = 0.f;
+  for (int d = 0; d < s.v_dim; ++d) sum += out[at + d] * dout[at + d];
+  delta[index] = sum;
+}
+
 // ---- a problem
 
-float to_float(DType dtype, uint16_t x) { return dtype == DType::kBFloat16 ? bf16_to_float(x) : fp16_to_float(x); }
+__device__ float to_float(DType dtype, uint16_t x) {
+  return dtype == DType::kBFloat16 ? __bfloat162float(__ushort_as_bfloat16(x)) : __half2float(__ushort_as_half(x));
+}
 
-/// A tensor in 16 bits as the kernels see it, and the same values in fp32.
+/// A number that looks random (the finaliser of MurmurHash3).
+__device__ uint32_t hashed(uint32_t x) {
+  x = (x ^ x >> 16) * 0x85ebca6bu;
+  x = (x ^ x >> 13) * 0xc2b2ae35u;
+  return x ^ x >> 16;
+}
+
+/// Normally distributed elements, and the same values in fp32.
+__global__ void fill_normal(DType dtype, uint32_t seed, uint16_t* words, float* exact, int64_t n) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  const uint32_t first = hashed(seed ^ hashed(static_cast<uint32_t>(i))), second = hashed(first + 0x9e3779b9u);
+  const float radius = sqrtf(-2.f * logf((static_cast<float>(first >> 8) + 0.5f) * 0x1p-24f));
+  const float x = radius * cospif(static_cast<float>(second >> 8) * 0x1p-23f);
+  words[i] = dtype == DType::kBFloat16 ? __bfloat16_as_ushort(__float2bfloat16(x)) : __half_as_ushort(__float2half(x));
+  exact[i] = to_float(dtype, words[i]);
+}
+
+__global__ void widen(DType dtype, const uint16_t* words, float* values, int64_t n) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i < n) values[i] = to_float(dtype, words[i]);
+}
+
+/// A tensor in 16 bits as the kernels see it, and as many values in fp32.
 struct Tensor {
   DType dtype;
   int64_t heads, dim;
-  std::vector<uint16_t> bits;
   DeviceArray<uint16_t> device;
   DeviceArray<float> exact;
 
   Tensor(DType t, int64_t rows, int64_t h, int64_t d)
       : dtype(t), heads(h), dim(d), device(static_cast<size_t>(rows * h * d)), exact(device.size) {}
 
+  unsigned grid() const { return static_cast<unsigned>((device.size + 255) / 256); }
   void fill(std::mt19937& random) {
-    std::normal_distribution<float> normal;
-    std::vector<float> values(device.size);
-    bits.resize(device.size);
-    for (size_t i = 0; i < bits.size(); ++i) {
-      bits[i] = dtype == DType::kBFloat16 ? float_to_bf16(normal(random)) : float_to_fp16(normal(random));
-      values[i] = to_float(dtype, bits[i]);
-    }
-    device.set(bits);
-    exact.set(values);
+    fill_normal<<<grid(), 256>>>(dtype, random(), device.data, exact.data, static_cast<int64_t>(device.size));
+    check(cudaDeviceSynchronize(), "filling a tensor");
+  }
+  /// The elements in fp32, on the device. They are not those in `exact`.
+  void widen_to(DeviceArray<float>& values) const {
+    widen<<<grid(), 256>>>(dtype, device.data, values.data, static_cast<int64_t>(device.size));
+    check(cudaDeviceSynchronize(), "widening a tensor");
   }
   RowView view() const { return {reinterpret_cast<std::byte*>(device.data), heads * dim * 2, dim * 2}; }
 };
@@ -187,17 +223,26 @@ void compare(const char* name, const std::vector<float>& got, const std::vector<
     if (!(std::fabs(d) <= largest)) largest = std::fabs(d);
   }
   // With one key dq and dk are zero, and what is computed is the noise of sums in another order.
-  const double rms = std::sqrt(squares / std::max(of_right, 1e-8 * static_cast<double>(right.size())));
+  const double typical = std::sqrt(std::max(of_right / static_cast<double>(right.size()), 1e-8));
+  const double rms = std::sqrt(squares / static_cast<double>(right.size())) / typical;
   const bool good = rms <= bound;  // false for what is not a number
   std::printf("    %-4s rms %.2e of %.2e, largest %.2e%s\n", name, rms, bound, largest, good ? "" : "  WRONG");
-  failures += good ? 0 : 1;
+  if (good) return;
+  ++failures;
+  int shown = 0;
+  size_t wrong = 0;
+  for (size_t i = 0; i < right.size(); ++i) {
+    if (std::fabs(got[i] - right[i]) <= 0.1 * typical) continue;
+    ++wrong;
+    if (++shown <= 8) std::printf("      element %zu is %g, not %g\n", i, got[i], right[i]);
+  }
+  std::printf("      %zu of %zu elements are far off\n", wrong, right.size());
 }
 
 std::vector<float> floats(const Tensor& t) {
-  const std::vector<uint16_t> words = t.device.host();
-  std::vector<float> result(words.size());
-  for (size_t i = 0; i < words.size(); ++i) result[i] = to_float(t.dtype, words[i]);
-  return result;
+  DeviceArray<float> values(t.device.size);
+  t.widen_to(values);
+  return values.host();
 }
 
 /// Milliseconds of one run: the mean of several after one to warm up.
@@ -317,11 +362,12 @@ void run_setup(CudaAttention& kernel, const Setup& setup, std::mt19937& random) 
     compare("lse", lse.host(), right_lse, 1e-5);
   }
 
-  // delta is computed from the rounded outputs.
-  const std::vector<float> rounded = floats(out), gradients = floats(dout);
-  std::vector<float> deltas(lse.size, 0.f);
-  for (size_t i = 0; i < rounded.size(); ++i) deltas[i / static_cast<size_t>(h.v_dim)] += rounded[i] * gradients[i];
-  delta.set(deltas);
+  {
+    DeviceArray<float> rounded(out.device.size);
+    out.widen_to(rounded);
+    naive_delta<<<grid, 128>>>(shape, rounded.data, dout.exact.data, delta.data);
+    check(cudaDeviceSynchronize(), "the naive kernel of delta");
+  }
   if (setup.compare) {
     check(cudaMemset(dk.exact.data, 0, dk.exact.size * 4), "cudaMemset");
     check(cudaMemset(dv.exact.data, 0, dv.exact.size * 4), "cudaMemset");
@@ -353,9 +399,11 @@ void run_setup(CudaAttention& kernel, const Setup& setup, std::mt19937& random) 
 
 }  // namespace
 
-int main() {
+int main(int num_arguments, char** arguments) {
+  const std::set<std::string> wanted(arguments + 1, arguments + num_arguments);
   cudaDeviceProp device;
   check(cudaGetDeviceProperties(&device, 0), "looking for a CUDA device");
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);  // shows where a kernel hangs
   std::printf("%s, %d SMs\n", device.name, device.multiProcessorCount);
   const DType bf16 = DType::kBFloat16, fp16 = DType::kFloat16;
   const Mask causal{}, full{MaskKind::kFull, 0};
@@ -378,7 +426,8 @@ int main() {
   try {
     CudaAttention kernel(0);
     std::mt19937 random(1);
-    for (const Setup& setup : setups) run_setup(kernel, setup, random);
+    for (const Setup& setup : setups)
+      if (wanted.empty() || wanted.contains(setup.name)) run_setup(kernel, setup, random);
   } catch (const Error& error) {
     std::fprintf(stderr, "%s\n", error.what());
     return 2;

@@ -217,7 +217,7 @@ def gather_text(text: str, group: dist.ProcessGroup, timeout: float | None = Non
     if len(data) > _TEXT_BYTES:
         raise InvalidArgumentError(f"init: a text of {len(data)} bytes; at most {_TEXT_BYTES} are expected")
     mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8, device=device_of(group))
-    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     options = dist.distributed_c10d.AllgatherOptions()
     if timeout is not None:

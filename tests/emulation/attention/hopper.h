@@ -242,6 +242,9 @@ void wait_groups() {
     return queue.done >= started || queue.products[queue.done]->group >= needed;
   });
 }
+inline void stay_behind(float x) {
+  if (x < 0.f) fail("what is said to be positive is negative");
+}
 template <class T>
 void pin(T&) {}
 
