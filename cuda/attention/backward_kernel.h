@@ -116,8 +116,8 @@ struct BackwardConsumer {
     hopper::end_group();
   }
 
-  /// Turns products of keys and queries into packed probabilities. With kGradients, products of values and gradients of
-  /// out become dS, in shared memory.
+  /// Turns products of keys and queries into probabilities. With kGradients, products of values and gradients of out,
+  /// which may still be under way, become dS, in shared memory.
   template <bool kGradients>
   DISTCA_DEVICE void probabilities(const TileFacts<kRows>& facts) {
     if (maps_scores(p.scores[facts.scores].map))
@@ -130,34 +130,82 @@ struct BackwardConsumer {
 
   template <bool kGradients, bool kMapped, bool kMasked>
   DISTCA_DEVICE void probabilities_of(const TileFacts<kRows>& facts) {
+    if constexpr (kMapped) map_products(facts);
+    if constexpr (!kMapped || !kGradients) exponentials<kMasked>(facts);
+    if constexpr (kGradients) {
+      hopper::stay_behind(scores, &s.nowhere);
+      hopper::wait_groups<0>();
+      hopper::pin(dprobs);
+      subtract_delta(facts);
+      if constexpr (kMapped) {
+        scale_by_slope(facts);
+        exponentials<kMasked>(facts);
+      }
+      store_gradients();
+    }
+  }
+
+  DISTCA_DEVICE void map_products(const TileFacts<kRows>& facts) {
+    const ScoreMap& map = p.scores[facts.scores].map;
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) scores[i] = mapped_score(map, scores[i]);
+  }
+
+  template <bool kMasked>
+  DISTCA_DEVICE void exponentials(const TileFacts<kRows>& facts) {
     const int first_row = first_row_of_thread(), first_key = first_key_of_thread();
+    const float exponent_scale = p.scores[facts.scores].map.exponent_scale;
+#pragma unroll
+    for (int i = 0; i < kScores; i += 4) {
+      const int row = first_row + i * 2;
+      const FloatPair lse = pair_of(facts.lse, row);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int key = first_key + j / 2 * 8;
+        float& x = scores[i + j];
+        x = hopper::exp2_fast(hopper::fused(x, exponent_scale, j % 2 == 0 ? -lse.x : -lse.y));
+        if (kMasked && (key < facts.visible[row + j % 2].begin || key >= facts.visible[row + j % 2].end)) x = 0.f;
+      }
+    }
+  }
+
+  DISTCA_DEVICE void subtract_delta(const TileFacts<kRows>& facts) {
+    const int first_row = first_row_of_thread();
+#pragma unroll
+    for (int i = 0; i < kScores; i += 4) {
+      const FloatPair delta = pair_of(facts.delta, first_row + i * 2);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) dprobs[i + j] -= j % 2 == 0 ? delta.x : delta.y;
+    }
+  }
+  /// What two neighbouring rows have; the first is even.
+  static DISTCA_DEVICE FloatPair pair_of(const float (&of_rows)[kRows], int row) {
+    return *reinterpret_cast<const FloatPair*>(&of_rows[row]);
+  }
+  DISTCA_DEVICE void scale_by_slope(const TileFacts<kRows>& facts) {
     const ScoreMap& map = p.scores[facts.scores].map;
     const float inverse = map.cap != 0.f ? 1.f / map.cap : 0.f;  // without a cap the slope is 1
 #pragma unroll
-    for (int i = 0; i < kScores; i += 2) {
-      float prob[2], gradient[2];
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int row = first_row + i / 4 * 8 + e, key = first_key + i / 2 % 2 * 8;
-        const float score = kMapped ? mapped_score(map, scores[i + e]) : scores[i + e];
-        prob[e] = hopper::exp2_fast(hopper::fused(score, map.exponent_scale, -facts.lse[row]));
-        if (kMasked && (key < facts.visible[row].begin || key >= facts.visible[row].end)) prob[e] = 0.f;
-        if constexpr (kGradients) {
-          gradient[e] = hopper::product(prob[e], dprobs[i + e] - facts.delta[row]);
-          if (kMapped) {
-            const float t = hopper::product(score, inverse);
-            gradient[e] = hopper::product(gradient[e], hopper::fused(-t, t, 1.f));
-          }
-        }
-      }
-      probs[i / 8][i % 8 / 2] = hopper::pack<Element>(prob[0], prob[1]);
-      if constexpr (kGradients) {
-        const int key = first_key + i / 2 % 2 * 8, piece = i / 4;
-        hopper::store_shared(&s.dscores[tiles.stage()][0][key][(piece ^ (key % 8)) * 8 + first_row],
-                             hopper::pack<Element>(gradient[0], gradient[1]));
-      }
+    for (int i = 0; i < kScores; ++i) {
+      const float t = hopper::product(scores[i], inverse);
+      dprobs[i] = hopper::product(dprobs[i], hopper::fused(-t, t, 1.f));
     }
-    if constexpr (kGradients) hopper::fence_shared();
+  }
+  DISTCA_DEVICE void store_gradients() {
+    const int first_row = first_row_of_thread(), first_key = first_key_of_thread();
+#pragma unroll
+    for (int i = 0; i < kScores; i += 2) {
+      const int key = first_key + i / 2 % 2 * 8, piece = i / 4;
+      hopper::store_shared(
+          &s.dscores[tiles.stage()][0][key][(piece ^ (key % 8)) * 8 + first_row],
+          hopper::pack<Element>(hopper::product(scores[i], dprobs[i]), hopper::product(scores[i + 1], dprobs[i + 1])));
+    }
+    hopper::fence_shared();
+  }
+
+  DISTCA_DEVICE void pack_probabilities() {
+#pragma unroll
+    for (int i = 0; i < kScores; i += 2) probs[i / 8][i % 8 / 2] = hopper::pack<Element>(scores[i], scores[i + 1]);
   }
 
   /// dK += dS^T Q, for the warpgroup's keys.
@@ -186,6 +234,24 @@ struct BackwardConsumer {
     hopper::end_group();
   }
 
+  /// Hands a part of the tile's dq to the warp that adds it.
+  DISTCA_DEVICE void hand_over_queries(const TileFacts<kRows>& facts, int part_of_tile, const float (&dq)[32]) {
+    DqPart& part = s.dq.parts[warpgroup()];
+    const int uses = Config::kParts == 2 ? tiles.uses : tiles.uses / 2;
+    s.dq.stages.empty[warpgroup()].wait(uses % 2 ^ 1);
+    float* elements = part.elements + thread() * 4;
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      hopper::store_shared(elements + i * kWarpgroup * 4, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+    if (thread() == 0) {
+      part.sums = facts.dq_sums + part_of_tile * kPartElements;
+      part.turn = facts.turns == nullptr ? nullptr : facts.turns + (Config::kTurnsPerTile == 1 ? 0 : part_of_tile);
+      part.blocks_before = facts.blocks_before;
+    }
+    hopper::fence_shared();
+    release(s.dq.stages.full[warpgroup()]);
+  }
+
   DISTCA_DEVICE void add_queries(const TileFacts<kRows>& facts, int part, const float (&dq)[32]) {
     float* sums = facts.dq_sums + part * kPartElements + thread() * 4;
 #pragma unroll
@@ -193,20 +259,17 @@ struct BackwardConsumer {
       hopper::add_global(sums + i * kWarpgroup * 4, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
   }
 
-  DISTCA_DEVICE int* turn_of(const TileFacts<kRows>& facts) const {
-    return facts.turns + (Config::kTurnsPerTile == 1 ? 0 : warpgroup());
-  }
   DISTCA_DEVICE void await_turn(const TileFacts<kRows>& facts) {
     if (facts.turns == nullptr) return;
     if (thread() == 0)
-      while (hopper::load_acquire(turn_of(facts)) != facts.blocks_before) hopper::pause();
-    hopper::sync_named(kQueryTurn + warpgroup(), kWarpgroup);
+      while (hopper::load_acquire(facts.turns) != facts.blocks_before) hopper::pause();
+    hopper::sync_named(kQueryTurn, kWarpgroup);
   }
   DISTCA_DEVICE void pass_turn(const TileFacts<kRows>& facts) {
     if (facts.turns == nullptr) return;
     hopper::fence_gpu();
-    hopper::sync_named(kQueryTurn + warpgroup(), kWarpgroup);
-    if (thread() == 0) hopper::store_release(turn_of(facts), facts.blocks_before + 1);
+    hopper::sync_named(kQueryTurn, kWarpgroup);
+    if (thread() == 0) hopper::store_release(facts.turns, facts.blocks_before + 1);
   }
 
   /// Writes the first `columns` of dk or dv, times `factor`, to where the group's gradients go.
@@ -274,29 +337,23 @@ struct NarrowConsumer : BackwardConsumer<Config> {
     const int stage = tiles.stage();
     this->multiply_rows(s.k, s.q[stage], scores);
     this->multiply_rows(s.v, s.dout[stage], dprobs);
-    hopper::wait_groups<0>();
+    hopper::wait_groups<1>();
     hopper::pin(scores);
-    hopper::pin(dprobs);
     this->template probabilities<true>(facts);
+    this->pack_probabilities();
     this->multiply_probabilities(dv);
     hopper::sync_named(kScoresWritten, kConsumers);
-    this->multiply_gradients(dk);
-    const bool has_part = Config::kParts == 2 || tiles.stage() == this->warpgroup();
-    if (!has_part) {
-      finish_keys();
-      return;
+    if (Config::kParts == 2 || stage == this->warpgroup()) {
+      const int part = Config::kParts == 2 ? this->warpgroup() : 0;
+      float dq[32];
+      this->multiply_queries(part, dq);
+      this->multiply_gradients(dk);
+      hopper::wait_groups<1>();
+      hopper::pin(dq);
+      this->hand_over_queries(facts, part, dq);
+    } else {
+      this->multiply_gradients(dk);
     }
-    const int part = Config::kParts == 2 ? this->warpgroup() : 0;
-    float dq[32];
-    this->multiply_queries(part, dq);
-    finish_keys();
-    hopper::pin(dq);
-    this->await_turn(facts);
-    this->add_queries(facts, part, dq);
-    this->pass_turn(facts);
-  }
-
-  DISTCA_DEVICE void finish_keys() {
     hopper::wait_groups<0>();
     hopper::pin(dk);
     hopper::pin(dv);
@@ -326,9 +383,8 @@ struct WideKeyConsumer : BackwardConsumer<Config> {
     const int stage = tiles.stage();
     this->multiply_rows(s.k, s.q[stage], scores);
     this->multiply_rows(s.v, s.dout[stage], dprobs);
-    hopper::wait_groups<0>();
+    hopper::wait_groups<1>();
     hopper::pin(scores);
-    hopper::pin(dprobs);
     this->template probabilities<true>(facts);
     hopper::sync_named(kScoresWritten, kConsumers);
     this->multiply_gradients(dk);
@@ -361,6 +417,7 @@ struct WideValueConsumer : BackwardConsumer<Config> {
     hopper::wait_groups<0>();
     hopper::pin(scores);
     this->template probabilities<false>(facts);
+    this->pack_probabilities();
     this->multiply_probabilities(dv);
     hopper::sync_named(kScoresWritten, kConsumers);
     this->await_turn(facts);
@@ -386,7 +443,8 @@ DISTCA_DEVICE void backward_cta(const KernelParams& p, typename Config::Shared& 
     s.key_stages.init(2, kConsumerWarps);
     s.tile_stages.init(kWarp, kConsumerWarps);
     s.loaded.init(1);
-    s.items.stages.init(1, kConsumers);
+    s.items.stages.init(1, kConsumers + (Config::kWide ? 0 : 2));
+    if constexpr (!Config::kWide) s.dq.stages.init(kWarpgroup / kWarp, 1);
     hopper::fence_barrier_init();
   }
   // Rows of tiles of queries that no box reaches stay zero.
@@ -399,7 +457,10 @@ DISTCA_DEVICE void backward_cta(const KernelParams& p, typename Config::Shared& 
   hopper::sync_cta();
   if (thread < kWarpgroup) {
     hopper::lower_registers<kProducerRegisters>();
-    if (thread < kWarp) BackwardProducer<Config>{p, s, {}, {}, {}}.run();
+    const int warp = thread / kWarp;
+    if (warp == 0) BackwardProducer<Config>{p, s, {}, {}, {}}.run();
+    if constexpr (!Config::kWide)
+      if (warp == 1 || warp == 2) DqAdder<Config>{p, s, warp - 1, {}, {}}.run();
   } else {
     hopper::raise_registers<kConsumerRegisters>();
     if constexpr (!Config::kWide)

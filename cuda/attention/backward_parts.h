@@ -1,6 +1,8 @@
 // Backward of core attention: shared memory and the producer. The consumers are in backward_kernel.h.
 #pragma once
 
+#include <type_traits>
+
 #include "attention/cta_parts.h"
 
 namespace distca::attention::cuda {
@@ -17,6 +19,24 @@ struct TileFacts {
   int masked;         // 1: some row does not see some key of the block
   int scores;         // the group's
 };
+
+/// A part of a tile's sums of dq: 64 rows and 64 columns.
+inline constexpr int kPartElements = 64 * 64;
+
+/// What a warpgroup has computed for a part of a tile's dq, on its way to the sums in memory.
+struct alignas(128) DqPart {
+  float elements[kPartElements];
+  float* sums;
+  int* turn;  // null if adds come in any order
+  int blocks_before;
+};
+
+/// One part for each consumer warpgroup.
+struct DqParts {
+  DqPart parts[2];
+  Stages<2> stages;
+};
+struct NoDqParts {};
 
 template <class Element_, int kDim_, int kValueDim_>
 struct BackwardConfig {
@@ -41,16 +61,16 @@ struct BackwardConfig {
     SharedTile<kValueDim / kBoxColumns, kRows> dout[kStages];
     /// dS of a tile, with one row for each key.
     SharedTile<1, kKeys> dscores[2];
+    /// Up to 128 columns a warp of its own adds each warpgroup's parts of dq. Beyond there is no room for them.
+    std::conditional_t<kWide, NoDqParts, DqParts> dq;
     TileFacts<kRows> facts[kStages];
     Stages<1> key_stages;
     Stages<kStages> tile_stages;
     hopper::Barrier loaded;
     ItemRing items;
+    uint32_t nowhere;  // see stay_behind
   };
 };
-
-/// A part of a tile's sums of dq: 64 rows and 64 columns.
-inline constexpr int kPartElements = 64 * 64;
 
 /// The document rows of an item's keys: where the block begins, and which of its rows are there.
 struct KeyRows {
@@ -115,26 +135,41 @@ struct BackwardProducer {
     keys.advance();
   }
 
-  /// Loads a tile: the copy engine brings q and dout, the lanes bring what is one number for each row.
+  /// What a lane knows of one row of a tile.
+  struct RowFacts {
+    float lse;
+    float delta;
+    RowRange visible;
+  };
+
+  /// Loads a tile: the copy engine brings q and dout, the lanes bring what is one number for each row. They read it
+  /// before the stage is empty.
   DISTCA_DEVICE void load_tile(const WorkItem& item, const TaskEntry& task, int tile) {
     const int stage = tiles.stage();
     hopper::Barrier& full = s.tile_stages.full[stage];
+    const RowRange tokens = tile_tokens(p, task, tile);
+    RowFacts rows[kRows / kWarp];
+#pragma unroll
+    for (int i = 0; i < kRows / kWarp; ++i) rows[i] = read_row(item, task, tokens, lane_of_warp() + i * kWarp);
     await_empty(s.tile_stages.empty[stage], tiles.parity());
     if (lane_of_warp() == 0) {
       full.expect_bytes(query_bytes<kChunks>(p) + query_bytes<kValueChunks>(p));
       load_queries<kChunks, kRows>(p, task.q_map, item.kv_head, tile, full, s.q[stage]);
       load_queries<kValueChunks, kRows>(p, task.dout_map, item.kv_head, tile, full, s.dout[stage]);
     }
-    const RowRange tokens = tile_tokens(p, task, tile);
-    const GroupEntry& group = p.groups[item.group];
-    const int block = item.index * kKeys;
     TileFacts<kRows>& facts = s.facts[stage];
-#pragma unroll 1
-    for (int row = lane_of_warp(); row < kRows; row += kWarp) write_row(item, task, tokens, row, facts);
+#pragma unroll
+    for (int i = 0; i < kRows / kWarp; ++i) {
+      const int row = lane_of_warp() + i * kWarp;
+      facts.lse[row] = rows[i].lse;
+      facts.delta[row] = rows[i].delta;
+      facts.visible[row] = rows[i].visible;
+    }
     if (lane_of_warp() == 0) {
+      const GroupEntry& group = p.groups[item.group];
       const GroupMask mask = p.mask_of(group);
       const RowRange of_all = keys_of_all(mask, tokens, group);
-      const int index = tile_index(task, item.kv_head, tile);
+      const int index = tile_index(task, item.kv_head, tile), block = item.index * kKeys;
       facts.dq_sums = p.dq_sums + int64_t{index} * Config::kParts * kPartElements;
       facts.turns = p.turns == nullptr ? nullptr : p.turns + int64_t{index} * Config::kTurnsPerTile;
       facts.blocks_before = item.index - visible_keys(mask, tokens, group).begin / kKeys;
@@ -145,24 +180,68 @@ struct BackwardProducer {
     tiles.advance();
   }
 
-  DISTCA_DEVICE void write_row(const WorkItem& item, const TaskEntry& task, RowRange tokens, int row,
-                               TileFacts<kRows>& facts) {
+  DISTCA_DEVICE RowFacts read_row(const WorkItem& item, const TaskEntry& task, RowRange tokens, int row) const {
     constexpr float kLog2E = 1.4426950408889634f;
     const int token = tokens.begin + row / p.group_heads, block = item.index * kKeys;
-    float lse = kInfinity, delta = 0.f;
-    RowRange visible{0, 0};
-    if (token < tokens.end) {
-      const int head = item.kv_head * p.group_heads + row % p.group_heads;
-      lse = *reinterpret_cast<const float*>(address(task.lse, token - task.q_begin, head)) * kLog2E;
-      if (lse == -kInfinity) lse = kInfinity;
-      delta = *reinterpret_cast<const float*>(address(task.delta, token - task.q_begin, head));
-      const GroupEntry& group = p.groups[item.group];
-      const GroupMask mask = p.mask_of(group);
-      visible = {mask.first_key(token) - block, mask.end_key(token, group.kv_end) - block};
+    RowFacts facts{kInfinity, 0.f, {0, 0}};
+    if (token >= tokens.end) return facts;
+    const int head = item.kv_head * p.group_heads + row % p.group_heads;
+    const float lse = *reinterpret_cast<const float*>(address(task.lse, token - task.q_begin, head)) * kLog2E;
+    if (lse != -kInfinity) facts.lse = lse;
+    facts.delta = *reinterpret_cast<const float*>(address(task.delta, token - task.q_begin, head));
+    const GroupEntry& group = p.groups[item.group];
+    const GroupMask mask = p.mask_of(group);
+    facts.visible = {mask.first_key(token) - block, mask.end_key(token, group.kv_end) - block};
+    return facts;
+  }
+};
+
+/// The warp that adds one consumer warpgroup's parts of dq to the sums in memory. The copy engine does the work, and
+/// nobody else waits for a turn.
+template <class Config>
+struct DqAdder {
+  const KernelParams& p;
+  typename Config::Shared& s;
+  int warpgroup;
+  Ring<2> items;
+  Ring<1> parts;
+
+  DISTCA_DEVICE void run() {
+    int tiles = 0;
+    for (int index; (index = begin_item(s.items, items)) < p.num_items();) {
+      hopper::sync_warp();  // all lanes have read it
+      if (lane_of_warp() == 0)
+        end_item(s.items, items);
+      else
+        items.advance();
+#pragma unroll 1
+      for (const int end = tiles + p.items[index].num_tiles; tiles < end; ++tiles)
+        if (Config::kParts == 2 || tiles % 2 == warpgroup) add();
     }
-    facts.lse[row] = lse;
-    facts.delta[row] = delta;
-    facts.visible[row] = visible;
+    if (lane_of_warp() == 0) hopper::wait_added();
+  }
+
+  DISTCA_DEVICE void add() {
+    s.dq.stages.full[warpgroup].wait(parts.parity());
+    hopper::sync_warp();  // as in await_empty()
+    if (lane_of_warp() == 0) {
+      const DqPart& part = s.dq.parts[warpgroup];
+      if (part.turn != nullptr) {
+        while (hopper::load_acquire(part.turn) != part.blocks_before) hopper::pause();
+        hopper::fence_all();
+      }
+      hopper::add_shared(part.sums, part.elements, kPartElements);
+      if (part.turn != nullptr) {
+        hopper::wait_added();
+        hopper::fence_gpu();
+        hopper::store_release(part.turn, part.blocks_before + 1);
+      } else {
+        hopper::wait_read();
+      }
+      s.dq.stages.empty[warpgroup].arrive();
+    }
+    hopper::sync_warp();
+    parts.advance();
   }
 };
 

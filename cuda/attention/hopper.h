@@ -210,10 +210,21 @@ template <int kGroups>
 DISTCA_DEVICE void wait_groups() {
   cute::warpgroup_wait<kGroups>();
 }
-/// Keeps what comes later behind the computation of x, which is not negative. ptxas moves waits for products in front of
-/// whatever does not depend on them; a trap that depends on x it cannot pass.
+/// Keeps what comes later behind the computation of x, which is not negative. ptxas moves waits for products in front
+/// of whatever does not depend on them; a trap that depends on x it cannot pass.
 DISTCA_DEVICE void stay_behind(float x) {
   asm volatile("{.reg .pred p; setp.eq.f32 p, %0, 0fBF800000; @p trap;}" ::"f"(x) : "memory");
+}
+/// The same for all of x. What a trap does not leave enough registers for, a store does: it is done as good as never,
+/// to a word that nobody reads.
+template <int kNumber>
+DISTCA_DEVICE void stay_behind(const float (&x)[kNumber], uint32_t* nowhere) {
+  uint32_t mixed = 0;
+#pragma unroll
+  for (int i = 0; i < kNumber; i += 2) mixed ^= __float_as_uint(x[i]) ^ __float_as_uint(x[i + 1]);
+  asm volatile("{.reg .pred p; setp.eq.u32 p, %0, 0x5eb9a1d3; @p st.shared.u32 [%1], %0;}" ::"r"(mixed),
+               "r"(cute::cast_smem_ptr_to_uint(nowhere))
+               : "memory");
 }
 /// Keeps the compiler from moving other uses of registers across the start or the end of a product.
 template <class T, int kRegisters>
@@ -264,6 +275,9 @@ struct alignas(16) Words4 {
 DISTCA_DEVICE void store_shared(void* shared, const Words4& words) {
   *static_cast<uint4*>(shared) = make_uint4(words.x[0], words.x[1], words.x[2], words.x[3]);
 }
+DISTCA_DEVICE void store_shared(float* shared, float a, float b, float c, float d) {
+  *reinterpret_cast<float4*>(shared) = make_float4(a, b, c, d);
+}
 DISTCA_DEVICE void store_shared(void* shared, uint32_t word) { *static_cast<uint32_t*>(shared) = word; }
 DISTCA_DEVICE void store_global(void* p, const Words4& words) {
   *static_cast<uint4*>(p) = make_uint4(words.x[0], words.x[1], words.x[2], words.x[3]);
@@ -274,6 +288,18 @@ DISTCA_DEVICE void add_global(float* p, float a, float b, float c, float d) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(a), "f"(b), "f"(c), "f"(d)
                : "memory");
 }
+/// One thread calls this: the copy engine adds `n` fp32 in shared memory to those in memory, one after another at each
+/// place. Both are multiples of 16 bytes.
+DISTCA_DEVICE void add_shared(float* p, const float* shared, int n) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(p),
+               "r"(cute::cast_smem_ptr_to_uint(shared)), "r"(n * static_cast<int>(sizeof(float)))
+               : "memory");
+  cute::tma_store_arrive();
+}
+/// Waits until the adds that this thread has started have read shared memory.
+DISTCA_DEVICE void wait_read() { cute::tma_store_wait<0>(); }
+/// Waits until they are done.
+DISTCA_DEVICE void wait_added() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 DISTCA_DEVICE int load_acquire(const int* p) {
   int value;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");

@@ -98,6 +98,9 @@ struct Fiber {
   // Products this thread has started, groups it has ended.
   size_t started = 0;
   int ended_groups = 0;
+  // Adds from shared memory that this thread has started and that have not read it, or are not done.
+  int adds_to_read = 0;
+  int adds_to_do = 0;
   size_t exchanges = 0;
 };
 

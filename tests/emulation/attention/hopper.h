@@ -6,6 +6,7 @@
 #include <cstring>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "attention/tables.h"
 #include "attention/work_list.h"
@@ -245,6 +246,8 @@ void wait_groups() {
 inline void stay_behind(float x) {
   if (x < 0.f) fail("what is said to be positive is negative");
 }
+template <int kNumber>
+void stay_behind(const float (&)[kNumber], uint32_t*) {}
 template <class T>
 void pin(T&) {}
 
@@ -273,6 +276,11 @@ inline void store_shared(void* shared, const Words4& words) {
   machine->mark_unfenced(shared, 16);
   std::memcpy(shared, &words, 16);
 }
+inline void store_shared(float* shared, float a, float b, float c, float d) {
+  check_aligned(shared, 16);
+  machine->mark_unfenced(shared, 16);
+  shared[0] = a, shared[1] = b, shared[2] = c, shared[3] = d;
+}
 inline void store_shared(void* shared, uint32_t word) {
   check_aligned(shared, 4);
   machine->mark_unfenced(shared, 4);
@@ -290,6 +298,32 @@ inline int fetch_add(int* p, int n) {
 inline void add_global(float* p, float a, float b, float c, float d) {
   check_aligned(p, 16);
   p[0] += a, p[1] += b, p[2] += c, p[3] += d;
+}
+/// A copy reads shared memory some time later, and adds later still.
+inline void add_shared(float* p, const float* shared, int n) {
+  check_aligned(p, 16);
+  check_aligned(shared, 16);
+  emulation::Cta& cta = machine->cta();
+  emulation::Fiber& fiber = machine->fiber();
+  ++cta.copies;
+  ++fiber.adds_to_read;
+  ++fiber.adds_to_do;
+  machine->later([=, &cta, &fiber] {
+    machine->check_fenced(cta, shared, static_cast<size_t>(n) * sizeof(float));
+    const std::vector<float> read(shared, shared + n);
+    --fiber.adds_to_read;
+    machine->later([=, &cta, &fiber] {
+      for (int i = 0; i < n; ++i) p[i] += read[static_cast<size_t>(i)];
+      --fiber.adds_to_do;
+      --cta.copies;
+    });
+  });
+}
+inline void wait_read() {
+  machine->await("a copy that reads", [&fiber = machine->fiber()] { return fiber.adds_to_read == 0; });
+}
+inline void wait_added() {
+  machine->await("a copy that adds", [&fiber = machine->fiber()] { return fiber.adds_to_do == 0; });
 }
 inline int load_acquire(const int* p) { return *p; }
 /// Of counters of turns: each is one more than the one before, or they were not taken in order.
