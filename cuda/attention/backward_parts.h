@@ -23,6 +23,23 @@ struct TileFacts {
 /// A part of a tile's sums of dq: 64 rows and 64 columns.
 inline constexpr int kPartElements = 64 * 64;
 
+/// What the producer knows of an item and of one of its tasks. It has read that once, because memory takes long to
+/// answer; registers are scarce.
+struct KnownItem {
+  GroupEntry group;
+  int kv_head;
+  int block;  // of the document: its number, and its first row
+  int begin;
+  // the task
+  int q_begin;
+  int num_rows;
+  int first_tile;  // of this head
+  const TensorMap* q_map;
+  const TensorMap* dout_map;
+  RowView lse;
+  RowView delta;
+};
+
 /// What a warpgroup has computed for a part of a tile's dq, on its way to the sums in memory.
 struct alignas(128) DqPart {
   float elements[kPartElements];
@@ -64,6 +81,7 @@ struct BackwardConfig {
     /// Up to 128 columns a warp of its own adds each warpgroup's parts of dq. Beyond there is no room for them.
     std::conditional_t<kWide, NoDqParts, DqParts> dq;
     TileFacts<kRows> facts[kStages];
+    KnownItem known;
     Stages<1> key_stages;
     Stages<kStages> tile_stages;
     hopper::Barrier loaded;
@@ -72,17 +90,10 @@ struct BackwardConfig {
   };
 };
 
-/// The document rows of an item's keys: where the block begins, and which of its rows are there.
-struct KeyRows {
-  int block;
-  RowRange rows;
-};
-
+/// The document rows of a block's keys that are there.
 template <class Config>
-DISTCA_INLINE KeyRows key_rows(const KernelParams& p, const WorkItem& item) {
-  const GroupEntry& group = p.groups[item.group];
-  const int begin = item.index * Config::kKeys;
-  return {begin, {maximum(begin, group.kv_begin), minimum(begin + Config::kKeys, group.kv_end)}};
+DISTCA_INLINE RowRange key_rows(const GroupEntry& group, int block) {
+  return {maximum(block * Config::kKeys, group.kv_begin), minimum((block + 1) * Config::kKeys, group.kv_end)};
 }
 
 template <class Config>
@@ -100,37 +111,56 @@ struct BackwardProducer {
   DISTCA_DEVICE void run() {
     for (int index; (index = take_item(p, s.items, items)) < p.num_items();) {
       const WorkItem& item = p.items[index];
-      load_keys(item);
-      const RowRange rows = key_rows<Config>(p, item).rows;
+      if (lane_of_warp() == 0) {
+        s.known.group = p.groups[item.group];
+        s.known.kv_head = item.kv_head;
+        s.known.block = item.index;
+        s.known.begin = item.index * kKeys;
+      }
+      hopper::sync_warp();
+      const RowRange rows = key_rows<Config>(s.known.group, s.known.block);
+      load_keys(rows);
+      // From the last tile on, which all blocks of a document see: their CTAs then load the same tiles at about the
+      // same time, and one that waits for its turn at a tile waits for another that is there.
 #pragma unroll 1
-      for (int t = item.task; t < item.task_end; ++t) {
-        const TaskEntry& task = p.tasks[t];
-        const RowRange seeing = tiles_that_see(p, p.groups[item.group], task, rows.begin, rows.end);
+      for (int t = item.task_end - 1; t >= item.task; --t) {
+        const RowRange seeing = tiles_that_see(p, s.known.group, p.tasks[t], rows.begin, rows.end);
         if (seeing.begin >= seeing.end) continue;
-        if (lane_of_warp() == 0) {
-          hopper::acquire_map(p.maps + task.q_map);
-          hopper::acquire_map(p.maps + task.dout_map);
-        }
+        begin_task(p.tasks[t]);
 #pragma unroll 1
-        for (int tile = seeing.begin; tile < seeing.end; ++tile) load_tile(item, task, tile);
+        for (int tile = seeing.end - 1; tile >= seeing.begin; --tile) load_tile(tile);
       }
     }
   }
 
-  DISTCA_DEVICE void load_keys(const WorkItem& item) {
-    const GroupEntry& group = p.groups[item.group];
-    const KeyRows rows = key_rows<Config>(p, item);
-    await_empty(s.key_stages.empty[0], keys.parity());
+  DISTCA_DEVICE void begin_task(const TaskEntry& task) {
+    hopper::sync_warp();  // all lanes are done with the one before
     if (lane_of_warp() == 0) {
-      for (int source = 0; source < 2; ++source) {
-        hopper::acquire_map(p.maps + group.k_maps + source);
-        hopper::acquire_map(p.maps + group.v_maps + source);
-      }
+      s.known.q_begin = task.q_begin;
+      s.known.num_rows = task.num_rows;
+      s.known.first_tile = tile_index(task, s.known.kv_head, 0);
+      s.known.q_map = p.maps + task.q_map;
+      s.known.dout_map = p.maps + task.dout_map;
+      s.known.lse = task.lse;
+      s.known.delta = task.delta;
+      hopper::acquire_map(s.known.q_map);
+      hopper::acquire_map(s.known.dout_map);
     }
+    hopper::sync_warp();
+  }
+
+  DISTCA_DEVICE void load_keys(RowRange rows) {
+    const KnownItem& known = s.known;
+    const TensorMap* maps = p.maps + known.group.k_maps;
+    BlockTable table;
+    table.set(p, known.group);
+    await_empty(s.key_stages.empty[0], keys.parity());
+    if (lane_of_warp() == 0)
+      for (int i = 0; i < kMapsOfGroup; ++i) hopper::acquire_map(maps + i);
     hopper::Barrier& full = s.key_stages.full[0];
-    KeyBlock<kChunks, kKeys>{s.k, full, s.loaded}.load(p, group, group.k_maps, item.kv_head, rows.block, rows.rows,
-                                                       true, loaded_parity);
-    KeyBlock<kValueChunks, kKeys>{s.v, full, s.loaded}.load(p, group, group.v_maps, item.kv_head, rows.block, rows.rows,
+    KeyBlock<kChunks, kKeys>{s.k, full, s.loaded}.load(maps, table, known.kv_head, known.begin, rows, true,
+                                                       loaded_parity);
+    KeyBlock<kValueChunks, kKeys>{s.v, full, s.loaded}.load(maps + kMapsOfKeys, table, known.kv_head, known.begin, rows,
                                                             true, loaded_parity);
     keys.advance();
   }
@@ -144,18 +174,20 @@ struct BackwardProducer {
 
   /// Loads a tile: the copy engine brings q and dout, the lanes bring what is one number for each row. They read it
   /// before the stage is empty.
-  DISTCA_DEVICE void load_tile(const WorkItem& item, const TaskEntry& task, int tile) {
+  DISTCA_DEVICE void load_tile(int tile) {
+    const KnownItem& known = s.known;
     const int stage = tiles.stage();
     hopper::Barrier& full = s.tile_stages.full[stage];
-    const RowRange tokens = tile_tokens(p, task, tile);
+    const int begin = tile * p.tile_tokens;
+    const RowRange tokens{known.q_begin + begin, known.q_begin + minimum(begin + p.tile_tokens, known.num_rows)};
     RowFacts rows[kRows / kWarp];
 #pragma unroll
-    for (int i = 0; i < kRows / kWarp; ++i) rows[i] = read_row(item, task, tokens, lane_of_warp() + i * kWarp);
+    for (int i = 0; i < kRows / kWarp; ++i) rows[i] = read_row(tokens, lane_of_warp() + i * kWarp);
     await_empty(s.tile_stages.empty[stage], tiles.parity());
     if (lane_of_warp() == 0) {
       full.expect_bytes(query_bytes<kChunks>(p) + query_bytes<kValueChunks>(p));
-      load_queries<kChunks, kRows>(p, task.q_map, item.kv_head, tile, full, s.q[stage]);
-      load_queries<kValueChunks, kRows>(p, task.dout_map, item.kv_head, tile, full, s.dout[stage]);
+      load_queries<kChunks, kRows>(p, known.q_map, known.kv_head, tile, full, s.q[stage]);
+      load_queries<kValueChunks, kRows>(p, known.dout_map, known.kv_head, tile, full, s.dout[stage]);
     }
     TileFacts<kRows>& facts = s.facts[stage];
 #pragma unroll
@@ -166,32 +198,31 @@ struct BackwardProducer {
       facts.visible[row] = rows[i].visible;
     }
     if (lane_of_warp() == 0) {
-      const GroupEntry& group = p.groups[item.group];
-      const GroupMask mask = p.mask_of(group);
-      const RowRange of_all = keys_of_all(mask, tokens, group);
-      const int index = tile_index(task, item.kv_head, tile), block = item.index * kKeys;
+      const GroupMask mask = p.mask_of(known.group);
+      const RowRange of_all = keys_of_all(mask, tokens, known.group);
+      const int index = known.first_tile + tile;
       facts.dq_sums = p.dq_sums + int64_t{index} * Config::kParts * kPartElements;
       facts.turns = p.turns == nullptr ? nullptr : p.turns + int64_t{index} * Config::kTurnsPerTile;
-      facts.blocks_before = item.index - visible_keys(mask, tokens, group).begin / kKeys;
-      facts.masked = block >= of_all.begin && block + kKeys <= of_all.end ? 0 : 1;
-      facts.scores = group.scores;
+      facts.blocks_before = known.block - visible_keys(mask, tokens, known.group).begin / kKeys;
+      facts.masked = known.begin >= of_all.begin && known.begin + kKeys <= of_all.end ? 0 : 1;
+      facts.scores = known.group.scores;
     }
     full.arrive();
     tiles.advance();
   }
 
-  DISTCA_DEVICE RowFacts read_row(const WorkItem& item, const TaskEntry& task, RowRange tokens, int row) const {
+  DISTCA_DEVICE RowFacts read_row(RowRange tokens, int row) const {
+    const KnownItem& known = s.known;
     constexpr float kLog2E = 1.4426950408889634f;
-    const int token = tokens.begin + row / p.group_heads, block = item.index * kKeys;
+    const int token = tokens.begin + row / p.group_heads;
     RowFacts facts{kInfinity, 0.f, {0, 0}};
     if (token >= tokens.end) return facts;
-    const int head = item.kv_head * p.group_heads + row % p.group_heads;
-    const float lse = *reinterpret_cast<const float*>(address(task.lse, token - task.q_begin, head)) * kLog2E;
+    const int head = known.kv_head * p.group_heads + row % p.group_heads;
+    const float lse = *reinterpret_cast<const float*>(address(known.lse, token - known.q_begin, head)) * kLog2E;
     if (lse != -kInfinity) facts.lse = lse;
-    facts.delta = *reinterpret_cast<const float*>(address(task.delta, token - task.q_begin, head));
-    const GroupEntry& group = p.groups[item.group];
-    const GroupMask mask = p.mask_of(group);
-    facts.visible = {mask.first_key(token) - block, mask.end_key(token, group.kv_end) - block};
+    facts.delta = *reinterpret_cast<const float*>(address(known.delta, token - known.q_begin, head));
+    const GroupMask mask = p.mask_of(known.group);
+    facts.visible = {mask.first_key(token) - known.begin, mask.end_key(token, known.group.kv_end) - known.begin};
     return facts;
   }
 };

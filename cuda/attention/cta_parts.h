@@ -139,6 +139,33 @@ DISTCA_DEVICE void clear_rows(SharedTile<kChunks, kRows>& tile, int begin, int e
       hopper::store_shared(&tile[chunk][i / kPieces][i % kPieces * 8], hopper::Words4{});
 }
 
+/// Where the keys of a group lie. Each lane of the producer keeps one of 32 entries of the group's block table, because
+/// memory takes long to answer.
+struct BlockTable {
+  const int64_t* entries = nullptr;
+  int first = 0;  // the document block of the first entry, and the number of entries
+  int number = 0;
+  int loaded = 0;  // the entry that lane 0 has
+  int64_t entry = 0;
+
+  /// Every lane calls these.
+  DISTCA_DEVICE void set(const KernelParams& p, const GroupEntry& group) {
+    entries = p.blocks + group.blocks;
+    first = group.first_block;
+    number = ceil_div(group.kv_end, kTableRows) - first;
+    loaded = -kWarp;
+  }
+  DISTCA_DEVICE BlockPlace place(int block) {
+    const int index = block - first;
+    if (index < loaded || index >= loaded + kWarp) {
+      loaded = index;
+      entry = index + lane_of_warp() < number ? entries[index + lane_of_warp()] : 0;
+    }
+    const int64_t found = hopper::shuffle_from(entry, index - loaded);
+    return {static_cast<int>(found >> 1), static_cast<int>(found & 1)};
+  }
+};
+
 /// Keys or values of document rows [begin, begin + kRows) of one head, of which rows `needed` are there. The other rows
 /// become zero if `clear` asks for it, because memory may hold NaN there.
 template <int kChunks, int kRows>
@@ -149,28 +176,25 @@ struct KeyBlock {
   hopper::Barrier& loaded;
 
   /// Every lane of the producer calls this. `parity` is that of `loaded`.
-  DISTCA_DEVICE void load(const KernelParams& p, const GroupEntry& group, int maps, int kv_head, int begin,
-                          RowRange needed, bool clear, int& parity) const {
+  DISTCA_DEVICE void load(const TensorMap* maps, BlockTable& table, int kv_head, int begin, RowRange needed, bool clear,
+                          int& parity) const {
     const int first = maximum(needed.begin - begin, 0), last = minimum(needed.end - begin, kRows);
     const bool partial = clear && (first > 0 || last < kRows);
     hopper::Barrier& target = partial ? loaded : full;
-    if (lane_of_warp() == 0) {
-      const int first_box = first / kTableRows, end_box = ceil_div(last, kTableRows);
-      target.expect_bytes((end_box - first_box) * kChunks * kBoxBytes);
+    const int first_box = first / kTableRows, end_box = ceil_div(last, kTableRows);
+    if (lane_of_warp() == 0) target.expect_bytes((end_box - first_box) * kChunks * kBoxBytes);
 #pragma unroll 1
-      for (int box = first_box; box < end_box; ++box) {
-        const BlockPlace place = block_place(p, group, begin / kTableRows + box);
-#pragma unroll 1
-        for (int chunk = 0; chunk < kChunks; ++chunk)
-          hopper::load_box(p.maps + maps + place.source, &target, &tile[chunk][box * kTableRows][0],
-                           chunk * kBoxColumns, place.row, kv_head);
-      }
-      target.arrive();
+    for (int box = first_box; box < end_box; ++box) {
+      const BlockPlace place = table.place(begin / kTableRows + box);
+      if (lane_of_warp() != 0) continue;
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk)
+        hopper::load_box(maps + place.source, &target, &tile[chunk][box * kTableRows][0], chunk * kBoxColumns,
+                         place.row, kv_head);
     }
-    if (!partial) {
-      hopper::sync_warp();
-      return;
-    }
+    if (lane_of_warp() == 0) target.arrive();
+    hopper::sync_warp();
+    if (!partial) return;
     loaded.wait(parity);
     parity ^= 1;
     clear_rows<kChunks, kRows>(tile, 0, first);
@@ -184,11 +208,11 @@ struct KeyBlock {
 /// One thread calls this: it loads a tile of query rows (or gradients of out) and reports the bytes to `full`, which
 /// the caller tells to expect query_bytes(). Rows past the task's last row lie outside its map and become zero.
 template <int kChunks, int kRows>
-DISTCA_DEVICE void load_queries(const KernelParams& p, int map, int kv_head, int tile_of_task, hopper::Barrier& full,
-                                SharedTile<kChunks, kRows>& tile) {
-#pragma unroll 1
+DISTCA_DEVICE void load_queries(const KernelParams& p, const TensorMap* map, int kv_head, int tile_of_task,
+                                hopper::Barrier& full, SharedTile<kChunks, kRows>& tile) {
+#pragma unroll
   for (int chunk = 0; chunk < kChunks; ++chunk)
-    hopper::load_box(p.maps + map, &full, &tile[chunk][0][0], chunk * kBoxColumns, kv_head * p.group_heads,
+    hopper::load_box(map, &full, &tile[chunk][0][0], chunk * kBoxColumns, kv_head * p.group_heads,
                      tile_of_task * p.tile_tokens);
 }
 template <int kChunks>

@@ -90,32 +90,40 @@ struct ForwardProducer {
   // Whose maps this CTA has acquired last.
   int last_task = -1;
   int last_group = -1;
+  // What is known of the item. It is read once.
+  BlockTable key_table, value_table;
+  const TensorMap* maps = nullptr;  // of keys, then of values
+  int kv_head = 0;
+  RowRange keys{};
 
   DISTCA_DEVICE void run() {
     for (int index; (index = take_item(p, s.items, items)) < p.num_items();) {
-      const WorkItem& item = p.items[index];
+      const WorkItem item = p.items[index];
       const ForwardTile tile = forward_tile<Config>(p, item);
-      acquire_maps(item);
+      begin_item(item, tile);
       load_tile(item);
       // As the consumers use them: the values of a block come after the keys of the next one.
-      for (int block = tile.begin_block; block < tile.end_block; ++block) {
-        load_keys(item, tile, block);
-        if (block > tile.begin_block) load_values(item, tile, block - 1);
+      load_keys(tile.begin_block);
+#pragma unroll 1
+      for (int block = tile.begin_block + 1; block < tile.end_block; ++block) {
+        load_keys(block);
+        load_values(block - 1);
       }
-      load_values(item, tile, tile.end_block - 1);
+      load_values(tile.end_block - 1);
     }
   }
 
-  DISTCA_DEVICE void acquire_maps(const WorkItem& item) {
+  DISTCA_DEVICE void begin_item(const WorkItem& item, const ForwardTile& tile) {
+    const GroupEntry& group = p.groups[item.group];
+    maps = p.maps + group.k_maps;
+    kv_head = item.kv_head;
+    keys = tile.keys;
+    key_table.set(p, group);
+    value_table = key_table;
     if (lane_of_warp() == 0) {
       if (item.task != last_task) hopper::acquire_map(p.maps + p.tasks[item.task].q_map);
-      if (item.group != last_group) {
-        const GroupEntry& group = p.groups[item.group];
-        for (int source = 0; source < 2; ++source) {
-          hopper::acquire_map(p.maps + group.k_maps + source);
-          hopper::acquire_map(p.maps + group.v_maps + source);
-        }
-      }
+      if (item.group != last_group)
+        for (int i = 0; i < kMapsOfGroup; ++i) hopper::acquire_map(maps + i);
     }
     last_task = item.task;
     last_group = item.group;
@@ -126,26 +134,26 @@ struct ForwardProducer {
     if (lane_of_warp() == 0) {
       hopper::Barrier& full = s.q_stages.full[0];
       full.expect_bytes(query_bytes<kChunks>(p));
-      load_queries<kChunks, Config::kRows>(p, p.tasks[item.task].q_map, item.kv_head, item.index, full, s.q);
+      load_queries<kChunks, Config::kRows>(p, p.maps + p.tasks[item.task].q_map, kv_head, item.index, full, s.q);
       full.arrive();
     }
     hopper::sync_warp();
     q.advance();
   }
 
-  DISTCA_DEVICE void load_keys(const WorkItem& item, const ForwardTile& tile, int block) {
-    const GroupEntry& group = p.groups[item.group];
-    await_empty(s.k_stages.empty[k.stage()], k.parity());
-    KeyBlock<kChunks, kKeys>{s.k[k.stage()], s.k_stages.full[k.stage()], s.loaded}.load(
-        p, group, group.k_maps, item.kv_head, block * kKeys, tile.keys, false, loaded_parity);
+  DISTCA_DEVICE void load_keys(int block) {
+    const int stage = k.stage();
+    await_empty(s.k_stages.empty[stage], k.parity());
+    KeyBlock<kChunks, kKeys>{s.k[stage], s.k_stages.full[stage], s.loaded}.load(maps, key_table, kv_head, block * kKeys,
+                                                                                keys, false, loaded_parity);
     k.advance();
   }
 
-  DISTCA_DEVICE void load_values(const WorkItem& item, const ForwardTile& tile, int block) {
-    const GroupEntry& group = p.groups[item.group];
-    await_empty(s.v_stages.empty[v.stage()], v.parity());
-    KeyBlock<kValueChunks, kKeys>{s.v[v.stage()], s.v_stages.full[v.stage()], s.loaded}.load(
-        p, group, group.v_maps, item.kv_head, block * kKeys, tile.keys, true, loaded_parity);
+  DISTCA_DEVICE void load_values(int block) {
+    const int stage = v.stage();
+    await_empty(s.v_stages.empty[stage], v.parity());
+    KeyBlock<kValueChunks, kKeys>{s.v[stage], s.v_stages.full[stage], s.loaded}.load(
+        maps + kMapsOfKeys, value_table, kv_head, block * kKeys, keys, true, loaded_parity);
     v.advance();
   }
 };
@@ -383,7 +391,7 @@ DISTCA_DEVICE void forward_cta(const KernelParams& p, typename Config::Shared& s
   hopper::sync_cta();
   if (thread < kWarpgroup) {
     hopper::lower_registers<kProducerRegisters>();
-    if (thread < kWarp) ForwardProducer<Config>{p, s, {}, {}, {}, {}}.run();
+    if (thread < kWarp) ForwardProducer<Config>{p, s, {}, {}, {}, {}, 0, -1, -1, {}, {}}.run();
   } else {
     hopper::raise_registers<kConsumerRegisters>();
     ForwardConsumer<Config>(p, s).run();

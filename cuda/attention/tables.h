@@ -40,6 +40,9 @@ struct Signal {
   uint64_t value = 0;
 };
 
+/// Maps of a group: keys in two sources, then values in two.
+inline constexpr int kMapsOfKeys = 2, kMapsOfGroup = 4;
+
 /// Rows of a document.
 struct RowRange {
   int begin;
@@ -52,9 +55,8 @@ struct GroupEntry {
   int kv_end;
   int first_block;  // number of the document block of its first block table entry
   int blocks;       // index of that entry in `blocks`
-  int k_maps;       // index of the local tensor's map; the arena's map comes next
-  int v_maps;
-  int run_begin;  // gradients of keys: runs[run_begin, run_end)
+  int k_maps;       // index of its maps: keys in the local tensor and in the arena, then values in both
+  int run_begin;    // gradients of keys: runs[run_begin, run_end)
   int run_end;
   int bidirectional_begin;  // rows that see each other: bidirectional[bidirectional_begin, bidirectional_end)
   int bidirectional_end;
@@ -228,11 +230,6 @@ struct BlockPlace {
   int row;
   int source;
 };
-
-DISTCA_INLINE BlockPlace block_place(const KernelParams& p, const GroupEntry& group, int block) {
-  const int64_t entry = p.blocks[group.blocks + block - group.first_block];
-  return {static_cast<int>(entry >> 1), static_cast<int>(entry & 1)};
-}
 
 DISTCA_INLINE std::byte* address(const RowView& view, int64_t row, int64_t head) {
   return view.data + row * view.row_stride + head * view.head_stride;

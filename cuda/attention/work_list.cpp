@@ -106,7 +106,7 @@ void add_group(const Problem& problem, const KeyGroup& group, WorkList& list) {
   const HeadShape& heads = problem.heads;
   entry.k_maps = add_key_map(list, group.k[0], heads.dim, group.kv_heads, rows[0], "k");
   add_key_map(list, group.k[1], heads.dim, group.kv_heads, rows[1], "k in the arena");
-  entry.v_maps = add_key_map(list, group.v[0], heads.v_dim, group.kv_heads, rows[0], "v");
+  add_key_map(list, group.v[0], heads.v_dim, group.kv_heads, rows[0], "v");
   add_key_map(list, group.v[1], heads.v_dim, group.kv_heads, rows[1], "v in the arena");
   entry.bidirectional_begin = static_cast<int>(list.bidirectional.size());
   for (const BidirectionalRows& rows : group.bidirectional)
@@ -133,15 +133,20 @@ void add_task(const Problem& problem, const Task& task, Signal signal, WorkList&
 
 /// Sorts `unsorted` into `items`: by (remote, cost descending), and otherwise in the order in which they stand.
 void sort_items(WorkList& list) {
-  std::vector<int32_t> order(list.unsorted.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
-    const auto x = static_cast<size_t>(a), y = static_cast<size_t>(b);
-    if (list.unsorted[x].remote != list.unsorted[y].remote) return list.unsorted[x].remote < list.unsorted[y].remote;
-    return list.costs[x] > list.costs[y];
-  });
-  for (int32_t i : order) list.items.push_back(list.unsorted[static_cast<size_t>(i)]);
-  checked(static_cast<int64_t>(list.items.size()), "number of work items");
+  checked(static_cast<int64_t>(list.unsorted.size()), "number of work items");
+  if (list.unsorted.empty()) return;
+  const auto most = static_cast<size_t>(*std::max_element(list.costs.begin(), list.costs.end()));
+  const auto rank_of = [&](size_t i) {
+    return static_cast<size_t>(list.unsorted[i].remote) * (most + 1) + most - static_cast<size_t>(list.costs[i]);
+  };
+  // Costs are small numbers: items are counted, and each finds its place.
+  std::vector<int32_t>& places = list.places;
+  places.assign(2 * (most + 1) + 1, 0);
+  for (size_t i = 0; i < list.unsorted.size(); ++i) ++places[rank_of(i) + 1];
+  std::partial_sum(places.begin(), places.end(), places.begin());
+  list.items.resize(list.unsorted.size());
+  for (size_t i = 0; i < list.unsorted.size(); ++i)
+    list.items[static_cast<size_t>(places[rank_of(i)]++)] = list.unsorted[i];
 }
 
 void add_tables(const Problem& problem, std::span<const Signal> signals, WorkList& list) {

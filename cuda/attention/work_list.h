@@ -38,8 +38,11 @@ struct WorkList {
   std::vector<RowRange> bidirectional;
   std::vector<int64_t> blocks;
   std::vector<MapSpec> maps;
-  std::vector<int64_t> costs;  // costs of `unsorted`; kept for its memory
+  // Kept for their memory: items in the order in which they were made, their costs, and where the next item of each
+  // cost goes.
   std::vector<WorkItem> unsorted;
+  std::vector<int32_t> costs;
+  std::vector<int32_t> places;
   /// Everything but the pointers, of which there is the one to `bidirectional` here.
   KernelParams params;
 };

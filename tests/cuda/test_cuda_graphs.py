@@ -81,10 +81,13 @@ def _compare(rank: int, plans: list[distca.Plan], context: distca.Context, all_r
             tensor.data.copy_(value)
         recording.replan(plan.for_rank(rank))
         graph.replay()
+        torch.cuda.current_stream().synchronize()  # see on_the_host() of support/groups.py
         for name, mine, expected in zip(("out", "dq", "dk", "dv"), returned, right[turn], strict=True):
             assert torch.equal(mine, expected), f"launch {turn}: {name}"
         if turn % 5 == 0:  # a step that is not recorded runs between the launches
-            assert torch.equal(_step(plan, inputs[turn], context)[0], right[turn][0])
+            out = _step(plan, inputs[turn], context)[0]
+            torch.cuda.current_stream().synchronize()
+            assert torch.equal(out, right[turn][0])
     context.check()
 
 

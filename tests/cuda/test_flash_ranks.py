@@ -17,7 +17,7 @@ import distca
 from support import flash_on_cpu
 from support.batches import LAYOUTS, random_batch, random_ranges, random_tasks, rows_of_rank, scattered, spill
 from support.gpus import no_gpu
-from support.groups import compute, loopback_group, on_all_ranks, run_step, together
+from support.groups import compute, loopback_group, on_all_ranks, on_the_host, run_step, together
 from support.oracle import ErrorPool, oracle, torch_attention
 from support.score_features import eager_attention, random_sinks
 
@@ -135,7 +135,7 @@ def test_sinks_take_their_share_on_every_server(flash: dict[str, str]) -> None:
         with torch.autograd.set_multithreading_enabled(False):
             out, lse = distca.core_attention(q, k, v, plan.for_rank(rank), context=context, sinks=leaf)
             out.backward(dout)
-        return tuple(t.detach().cpu() for t in (out, lse, q.grad, k.grad, v.grad, leaf.grad))
+        return on_the_host((out, lse, q.grad, k.grad, v.grad, leaf.grad), context)
 
     with loopback_group(plan, **flash) as contexts:
         results = on_all_ranks(contexts, work)
@@ -233,19 +233,19 @@ def test_two_steps_in_parts_that_overlap_give_what_whole_ones_do(flash: dict[str
             tensors = (batch.q, batch.k, batch.v)
             q, k, v = (rows_of_rank(batch, plan.layout, rank, t).to(context.device) for t in tensors)
             leaves.append([t.requires_grad_() for t in (q, k, v)])
+        douts = [
+            rows_of_rank(batch, plan.layout, rank, batch.dout).to(context.device)
+            for batch, plan in zip(batches, plans, strict=True)
+        ]
         for of_batch, plan in zip(leaves, plans, strict=True):
             steps.append(distca.dispatch(*of_batch, plan.for_rank(rank), context=context))
         for step in steps:
             distca.attend(step)
         outs = [distca.collect(step) for step in steps]
-        douts = [
-            rows_of_rank(batch, plan.layout, rank, batch.dout).to(context.device)
-            for batch, plan in zip(batches, plans, strict=True)
-        ]
         with torch.autograd.set_multithreading_enabled(False):
             torch.autograd.backward([out for out, _ in outs], douts)
         return [
-            tuple(t.detach().cpu() for t in (*out, *(leaf.grad for leaf in of_batch)))
+            on_the_host((*out, *(leaf.grad for leaf in of_batch)), context)
             for out, of_batch in zip(outs, leaves, strict=True)
         ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -53,6 +53,15 @@ def ranks_apart(context: distca.Context) -> Iterator[None]:
         return
     with torch.autograd.set_multithreading_enabled(False), torch.cuda.stream(torch.cuda.Stream()):
         yield
+
+
+def on_the_host(tensors: Iterable[torch.Tensor], context: distca.Context) -> tuple[torch.Tensor, ...]:
+    """Copies of a rank's results on the host. The rank waits for its stream first: while a copy from a GPU waits, CUDA
+    lets no other thread of the process queue anything, such as the rows that the copied results need.
+    """
+    if context.device != "cpu":
+        torch.cuda.current_stream().synchronize()
+    return tuple(t.detach().cpu() for t in tensors)
 
 
 def outcomes(
@@ -117,7 +126,7 @@ def run_step(
 
     With `fused`, q, k and v are strided views of one projection, whose columns between them belong to nobody.
     """
-    return tuple(t.cpu() for t in _run_step(batch, plan, context, fused, scale))
+    return on_the_host(_run_step(batch, plan, context, fused, scale), context)
 
 
 def _run_step(

@@ -4,9 +4,11 @@
 #include <nvshmem_host.h>
 #include <nvshmemx.h>
 
+#include <algorithm>
 #include <cstring>
 #include <mutex>
 #include <optional>
+#include <vector>
 
 #include "runtime/check.h"
 
@@ -95,15 +97,16 @@ std::span<std::byte> allocate_symmetric(int64_t bytes) {
 }
 
 bool is_so_on_any_rank(bool is_so_here) {
-  auto* const words = reinterpret_cast<int32_t*>(allocate_symmetric(2 * sizeof(int32_t)).data());
-  int32_t any = is_so_here ? 1 : 0;
-  check(cudaMemcpy(words, &any, sizeof(any), cudaMemcpyHostToDevice), "writing what the ranks compare");
-  check(cudaStreamSynchronize(nullptr), "writing what the ranks compare");  // the copy may go on after the call
-  require<DeviceError>(nvshmem_int32_max_reduce(NVSHMEM_TEAM_WORLD, words + 1, words, 1) == 0,
-                       "NVSHMEM could not compare the ranks");
-  check(cudaMemcpy(&any, words + 1, sizeof(any), cudaMemcpyDeviceToHost), "reading what the ranks compared");
+  // By puts and a barrier: processes that share a GPU have no reductions.
+  const int num_ranks = nvshmem_n_pes();
+  std::vector<int32_t> of_ranks(static_cast<size_t>(num_ranks));
+  const size_t bytes = of_ranks.size() * sizeof(int32_t);
+  auto* const words = reinterpret_cast<int32_t*>(allocate_symmetric(static_cast<int64_t>(bytes)).data());
+  for (int rank = 0; is_so_here && rank < num_ranks; ++rank) nvshmem_int32_p(words + nvshmem_my_pe(), 1, rank);
+  nvshmem_barrier_all();  // all puts are there
+  check(cudaMemcpy(of_ranks.data(), words, bytes, cudaMemcpyDeviceToHost), "reading what the ranks said");
   nvshmem_free(words);
-  return any != 0;
+  return std::any_of(of_ranks.begin(), of_ranks.end(), [](int32_t word) { return word != 0; });
 }
 
 }  // namespace distca::cuda
