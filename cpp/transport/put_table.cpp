@@ -21,6 +21,13 @@ int64_t word_bytes(const RowView& to, const RowView& from, const RowExtent& n) {
   return bits & -bits;
 }
 
+/// What quotient() takes for numbers below `end`.
+uint32_t magic_of(int64_t d, int64_t end) {
+  constexpr int64_t kOne = int64_t{1} << 32;
+  // The rounded product exceeds i / d by less than i * d / 2^32 / d, which must not reach the next multiple of 1 / d.
+  return d > 1 && d < kOne && end <= kOne / d ? static_cast<uint32_t>((kOne + d - 1) / d) : 0;
+}
+
 }  // namespace
 
 void PutTable::open(const PutMessage& message) {
@@ -28,11 +35,13 @@ void PutTable::open(const PutMessage& message) {
   messages_.back().num_chunks = 0;
 }
 
-void PutTable::add(const RowView& to, const RowView& from, const RowExtent& n) {
+void PutTable::add(const RowView& to, const RowView& from, const RowExtent& extent) {
   require(!messages_.empty(), "rows are put before a message is opened");
-  if (n.bytes() == 0) return;
+  if (extent.bytes() == 0) return;
+  const int64_t row_bytes = extent.num_heads * extent.head_bytes;
+  const bool has_gaps = to.head_stride != extent.head_bytes || from.head_stride != extent.head_bytes;
+  const RowExtent n = has_gaps ? extent : RowExtent{extent.num_rows, 1, row_bytes};
   const int64_t word = word_bytes(to, from, n);
-  const int64_t row_bytes = n.num_heads * n.head_bytes;
   const int64_t rows_per_chunk = std::clamp<int64_t>(chunk_bytes_ / row_bytes, 1, n.num_rows);
   // Words of a chunk are counted in 32 bits.
   require(rows_per_chunk * row_bytes / word <= std::numeric_limits<int32_t>::max(), "a row of ", row_bytes,
@@ -40,10 +49,12 @@ void PutTable::add(const RowView& to, const RowView& from, const RowExtent& n) {
   const int64_t num_chunks = ceil_div(n.num_rows, rows_per_chunk);
   require(num_chunks_ + num_chunks <= std::numeric_limits<int32_t>::max(), "a message of ", num_chunks,
           " chunks is too long");
+  const int64_t words = row_bytes / word, words_of_head = n.head_bytes / word;
   entries_.push_back({from.data, to.data, from.row_stride, from.head_stride, to.row_stride, to.head_stride, n.num_rows,
-                      static_cast<int32_t>(row_bytes / word), static_cast<int32_t>(n.head_bytes / word),
-                      static_cast<int32_t>(word), static_cast<int32_t>(rows_per_chunk), num_chunks_,
-                      static_cast<int32_t>(messages_.size()) - 1});
+                      static_cast<int32_t>(words), static_cast<int32_t>(words_of_head), static_cast<int32_t>(word),
+                      static_cast<int32_t>(rows_per_chunk), num_chunks_, static_cast<int32_t>(num_chunks),
+                      static_cast<int32_t>(messages_.size()) - 1, magic_of(words, rows_per_chunk * words),
+                      magic_of(words_of_head, words)});
   messages_.back().num_chunks += static_cast<int32_t>(num_chunks);
   num_chunks_ += static_cast<int32_t>(num_chunks);
   num_bytes_ += n.bytes();

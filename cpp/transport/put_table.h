@@ -22,8 +22,10 @@ struct PutEntry {
   int64_t num_rows;
   int32_t words_per_row, words_per_head, word_bytes;
   int32_t rows_per_chunk;
-  int32_t first_chunk;  // number in the table; an entry has ceil(num_rows / rows_per_chunk) chunks
+  int32_t first_chunk;  // number in the table
+  int32_t num_chunks;
   int32_t message;
+  uint32_t row_magic, head_magic;  // see quotient()
 };
 
 /// All puts of one message to a peer. They come after its credit and before its signal.
@@ -62,6 +64,11 @@ DISTCA_HOST_DEVICE inline int32_t entry_of_chunk(const Entry* entries, int32_t n
   return low;
 }
 
+/// i / d by a product, where `magic` is ceil(2^32 / d); 0 where that does not hold for each i that comes.
+DISTCA_HOST_DEVICE inline uint32_t quotient(uint32_t i, int32_t d, uint32_t magic) {
+  return magic == 0 ? i / static_cast<uint32_t>(d) : static_cast<uint32_t>(uint64_t{i} * magic >> 32);
+}
+
 struct WordPlace {
   const std::byte* from;
   std::byte* to;
@@ -69,9 +76,9 @@ struct WordPlace {
 
 /// The source and target of word `i` of the rows from `first_row` on. Words are counted row by row, head by head.
 DISTCA_HOST_DEVICE inline WordPlace place_of_word(const PutEntry& e, int64_t first_row, uint32_t i) {
-  const uint32_t row_in_chunk = i / static_cast<uint32_t>(e.words_per_row);
+  const uint32_t row_in_chunk = quotient(i, e.words_per_row, e.row_magic);
   const uint32_t in_row = i - row_in_chunk * static_cast<uint32_t>(e.words_per_row);
-  const uint32_t head = in_row / static_cast<uint32_t>(e.words_per_head);
+  const uint32_t head = e.words_per_head == e.words_per_row ? 0 : quotient(in_row, e.words_per_head, e.head_magic);
   const int64_t in_head = static_cast<int64_t>(in_row - head * static_cast<uint32_t>(e.words_per_head)) * e.word_bytes;
   const int64_t row = first_row + row_in_chunk;
   return {e.from + row * e.from_row_stride + head * e.from_head_stride + in_head,
@@ -87,7 +94,7 @@ class DISTCA_EXPORT PutTable {
   /// Begins the message to a peer. Its `num_chunks` is ignored.
   void open(const PutMessage& message);
   /// Adds rows to the message that was opened last.
-  void add(const RowView& to, const RowView& from, const RowExtent& n);
+  void add(const RowView& to, const RowView& from, const RowExtent& extent);
   /// Sets the signal of that message.
   void close(uint64_t* signal, uint64_t value);
   void clear();

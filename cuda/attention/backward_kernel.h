@@ -120,9 +120,10 @@ struct BackwardConsumer {
   /// which may still be under way, become dS, in shared memory.
   template <bool kGradients>
   DISTCA_DEVICE void probabilities(const TileFacts<kRows>& facts) {
-    if (maps_scores(p.scores[facts.scores].map))
+    const auto kind = facts.kind;
+    if (kind == facts.kMapped)
       probabilities_of<kGradients, true, true>(facts);
-    else if (facts.masked != 0)
+    else if (kind == facts.kMasked)
       probabilities_of<kGradients, false, true>(facts);
     else
       probabilities_of<kGradients, false, false>(facts);
@@ -154,7 +155,7 @@ struct BackwardConsumer {
   template <bool kMasked>
   DISTCA_DEVICE void exponentials(const TileFacts<kRows>& facts) {
     const int first_row = first_row_of_thread(), first_key = first_key_of_thread();
-    const float exponent_scale = p.scores[facts.scores].map.exponent_scale;
+    const float exponent_scale = facts.exponent_scale;
 #pragma unroll
     for (int i = 0; i < kScores; i += 4) {
       const int row = first_row + i * 2;

@@ -7,17 +7,19 @@
 
 namespace distca::attention::cuda {
 
-/// The facts of a tile that its consumers need; they know nothing of tasks.
+/// The facts of a tile that its consumers need; they know nothing of tasks. Scores are mapped, masked or neither;
+/// mapped ones are masked too.
 template <int kRows>
 struct TileFacts {
   float lse[kRows];  // in powers of two; inf where a row has no probabilities
   float delta[kRows];
   RowRange visible[kRows];  // keys that each row sees, counted from the item's block
   float* dq_sums;
-  int* turns;         // null if adds come in any order
-  int blocks_before;  // number of blocks before the item's that add to the tile's dq
-  int masked;         // 1: some row does not see some key of the block
-  int scores;         // the group's
+  int* turns;            // null if adds come in any order
+  int blocks_before;     // number of blocks before the item's that add to the tile's dq
+  float exponent_scale;  // the group's
+  enum Kind : int { kPlain, kMasked, kMapped } kind;
+  int scores;  // the group's
 };
 
 /// A part of a tile's sums of dq: 64 rows and 64 columns.
@@ -100,6 +102,8 @@ template <class Config>
 struct BackwardProducer {
   static constexpr int kStages = Config::kStages, kKeys = Config::kKeys, kRows = Config::kRows;
   static constexpr int kChunks = Config::kDim / kBoxColumns, kValueChunks = Config::kValueDim / kBoxColumns;
+  /// How many tiles after the one that is loaded another is brought to the L2 cache.
+  static constexpr int kPrefetched = 3;
 
   const KernelParams& p;
   typename Config::Shared& s;
@@ -204,11 +208,26 @@ struct BackwardProducer {
       facts.dq_sums = p.dq_sums + int64_t{index} * Config::kParts * kPartElements;
       facts.turns = p.turns == nullptr ? nullptr : p.turns + int64_t{index} * Config::kTurnsPerTile;
       facts.blocks_before = known.block - visible_keys(mask, tokens, known.group).begin / kKeys;
-      facts.masked = known.begin >= of_all.begin && known.begin + kKeys <= of_all.end ? 0 : 1;
+      const bool masked = known.begin < of_all.begin || known.begin + kKeys > of_all.end;
+      const ScoreMap& map = p.scores_of(known.group).map;
+      facts.kind = maps_scores(map) ? facts.kMapped : masked ? facts.kMasked : facts.kPlain;
+      facts.exponent_scale = map.exponent_scale;
       facts.scores = known.group.scores;
     }
     full.arrive();
     tiles.advance();
+    if (lane_of_warp() == 0 && tile >= kPrefetched) prefetch(tile - kPrefetched);
+  }
+
+  /// Tiles of a task come from the last one on. This brings one of those that come later to the L2 cache.
+  DISTCA_DEVICE void prefetch(int tile) {
+    const KnownItem& known = s.known;
+    const int head = known.kv_head * p.group_heads, token = tile * p.tile_tokens;
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) hopper::prefetch_box(known.q_map, chunk * kBoxColumns, head, token);
+#pragma unroll
+    for (int chunk = 0; chunk < kValueChunks; ++chunk)
+      hopper::prefetch_box(known.dout_map, chunk * kBoxColumns, head, token);
   }
 
   DISTCA_DEVICE RowFacts read_row(RowRange tokens, int row) const {

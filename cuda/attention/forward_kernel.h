@@ -101,9 +101,10 @@ struct ForwardProducer {
       const WorkItem item = p.items[index];
       const ForwardTile tile = forward_tile<Config>(p, item);
       begin_item(item, tile);
-      load_tile(item);
-      // As the consumers use them: the values of a block come after the keys of the next one.
+      // As the consumers use them: the values of a block come after the keys of the next one. The first keys come while
+      // they still use the tile of queries before.
       load_keys(tile.begin_block);
+      load_tile(item);
 #pragma unroll 1
       for (int block = tile.begin_block + 1; block < tile.end_block; ++block) {
         load_keys(block);
@@ -228,7 +229,6 @@ struct ForwardConsumer {
       release(s.k_stages.empty[k.stage()]);
       k.advance();
       softmax(tile, block);
-      hopper::stay_behind(row_sum[0] + row_sum[1]);  // which are never negative
       hopper::wait_groups<0>();
       hopper::pin(out);
       hopper::pin(probs);

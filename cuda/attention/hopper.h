@@ -119,6 +119,11 @@ DISTCA_DEVICE void load_box(const TensorMap* map, Barrier* barrier, void* shared
                                shared, column, row, plane);
 }
 
+/// Starts bringing a box to the L2 cache.
+DISTCA_DEVICE void prefetch_box(const TensorMap* map, int column, int row, int plane) {
+  cute::SM90_TMA_LOAD_3D::PREFETCH::copy(map, column, row, plane);
+}
+
 // ---- products of a warpgroup
 
 struct BFloat16 {
@@ -210,13 +215,9 @@ template <int kGroups>
 DISTCA_DEVICE void wait_groups() {
   cute::warpgroup_wait<kGroups>();
 }
-/// Keeps what comes later behind the computation of x, which is not negative. ptxas moves waits for products in front
-/// of whatever does not depend on them; a trap that depends on x it cannot pass.
-DISTCA_DEVICE void stay_behind(float x) {
-  asm volatile("{.reg .pred p; setp.eq.f32 p, %0, 0fBF800000; @p trap;}" ::"f"(x) : "memory");
-}
-/// The same for all of x. What a trap does not leave enough registers for, a store does: it is done as good as never,
-/// to a word that nobody reads.
+/// Keeps what comes later behind the computation of x. ptxas moves waits for products in front of whatever does not
+/// depend on them, but not in front of a store that depends on x: it is done as good as never, to a word that nobody
+/// reads.
 template <int kNumber>
 DISTCA_DEVICE void stay_behind(const float (&x)[kNumber], uint32_t* nowhere) {
   uint32_t mixed = 0;

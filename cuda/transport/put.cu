@@ -57,6 +57,20 @@ __device__ void copy_chunk(const PutEntry& e, int64_t first_row, uint32_t num_wo
   }
 }
 
+/// The entry of a block's chunks, which ascend: most come from the same entry as the one before.
+struct Entry {
+  PutEntry e;
+  int32_t end = 0;  // of its chunks
+
+  __device__ const PutEntry& of(const DevicePutTable& table, int32_t num_entries, int32_t chunk) {
+    if (chunk >= end) {
+      e = table.entries[entry_of_chunk(table.entries, num_entries, chunk)];
+      end = e.first_chunk + e.num_chunks;
+    }
+    return e;
+  }
+};
+
 __device__ void copy_chunk(const PutEntry& e, const Rows& rows) {
   const auto num_words = static_cast<uint32_t>((rows.end - rows.begin) * e.words_per_row);
   switch (e.word_bytes) {
@@ -93,8 +107,9 @@ __global__ void __launch_bounds__(kThreads, 1) put_kernel(DevicePutTable table, 
   const int32_t num_chunks = *table.num_chunks, num_entries = table.num_entries();
   int32_t message = -1;     // whose chunks this block copies
   uint32_t num_copied = 0;  // of them, by this block
+  Entry entry;
   for (int32_t chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
-    const PutEntry e = table.entries[entry_of_chunk(table.entries, num_entries, chunk)];
+    const PutEntry& e = entry.of(table, num_entries, chunk);
     const PutMessage& m = table.messages[e.message];
     const bool is_first = e.message != message;
     if (is_first && message >= 0) count_copied(table.messages[message], table.chunks_done[message], num_copied);
@@ -119,7 +134,7 @@ __global__ void __launch_bounds__(kThreads, 1) put_kernel(DevicePutTable table, 
 __global__ void __launch_bounds__(kThreads, 1) copy_kernel(DevicePutTable table) {
   const int32_t num_chunks = *table.num_chunks, num_entries = table.num_entries();
   for (int32_t chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
-    const PutEntry e = table.entries[entry_of_chunk(table.entries, num_entries, chunk)];
+    const PutEntry& e = table.entries[entry_of_chunk(table.entries, num_entries, chunk)];
     copy_chunk(e, rows_of_chunk(e, chunk));
   }
 }

@@ -170,6 +170,10 @@ inline void load_box(const TensorMap* map, Barrier* barrier, void* shared, int c
   });
 }
 
+inline void prefetch_box(const TensorMap* map, int, int, int) {
+  if (machine->cta().acquired_maps.count(map) == 0) fail("a map is used that was not acquired");
+}
+
 // ---- products
 
 struct BFloat16 {};
@@ -242,9 +246,6 @@ void wait_groups() {
   machine->await("its products", [&queue, needed, started] {
     return queue.done >= started || queue.products[queue.done]->group >= needed;
   });
-}
-inline void stay_behind(float x) {
-  if (x < 0.f) fail("what is said to be positive is negative");
 }
 template <int kNumber>
 void stay_behind(const float (&)[kNumber], uint32_t*) {}
