@@ -1,9 +1,11 @@
 #include "runtime/backend.h"
 
+#include <charconv>
 #include <cstdlib>
 #include <limits>
 #include <utility>
 
+#include "runtime/cuda_library.h"
 #include "runtime/row_arithmetic.h"
 
 namespace distca::runtime {
@@ -63,6 +65,18 @@ void check_choice(const char* what, std::string_view attention) {
           "\"; \"auto\", \"own\" and \"flash\" are allowed");
 }
 
+/// Whether this library has kernels of its own for that GPU.
+bool has_own_kernels(std::string_view device) {
+  const CudaLibrary* const library = cuda_library();
+  if (library == nullptr) return false;
+  int index = 0;
+  const size_t colon = device.find(':');
+  if (colon != std::string_view::npos)
+    std::from_chars(device.data() + colon + 1, device.data() + device.size(), index);
+  constexpr HeadShape kAny{1, 1, 64, 64, DType::kBFloat16};
+  return index < library->devices().count && library->own_attention_problem(kAny, index).empty();
+}
+
 /// Checks device and attention. Returns whether the CPU's own kernel computes.
 bool check_asked(const std::string& device, const std::string& attention) {
   check_choice("attention", attention);
@@ -90,7 +104,8 @@ std::string chosen_attention(std::optional<std::string_view> argument, std::stri
   else if (variable != nullptr)
     check_choice(kVariable, variable);
   if (device == "cpu") return argument == "flash" ? "flash" : "own";
-  return argument.value_or(variable != nullptr ? variable : "auto") == "own" ? "own" : "flash";
+  const std::string_view asked = argument.value_or(variable != nullptr ? variable : "auto");
+  return asked == "own" || (asked == "auto" && has_own_kernels(device)) ? "own" : "flash";
 }
 
 DeviceFactory set_device_factory(DeviceFactory those) { return std::exchange(device_factory(), std::move(those)); }

@@ -237,20 +237,20 @@ struct BackwardConsumer {
 
   /// Hands a part of the tile's dq to the warp that adds it.
   DISTCA_DEVICE void hand_over_queries(const TileFacts<kRows>& facts, int part_of_tile, const float (&dq)[32]) {
-    DqPart& part = s.dq.parts[warpgroup()];
-    const int uses = Config::kParts == 2 ? tiles.uses : tiles.uses / 2;
-    s.dq.stages.empty[warpgroup()].wait(uses % 2 ^ 1);
+    const int number = tiles.uses * Config::kParts + part_of_tile, buffer = number % 2;
+    DqPart& part = s.dq.parts[buffer];
+    s.dq.stages.empty[buffer].wait(number / 2 % 2 ^ 1);
     float* elements = part.elements + thread() * 4;
 #pragma unroll
     for (int i = 0; i < 8; ++i)
       hopper::store_shared(elements + i * kWarpgroup * 4, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
     if (thread() == 0) {
       part.sums = facts.dq_sums + part_of_tile * kPartElements;
-      part.turn = facts.turns == nullptr ? nullptr : facts.turns + (Config::kTurnsPerTile == 1 ? 0 : part_of_tile);
+      part.turn = facts.turns == nullptr ? nullptr : facts.turns + part_of_tile;
       part.blocks_before = facts.blocks_before;
     }
     hopper::fence_shared();
-    release(s.dq.stages.full[warpgroup()]);
+    release(s.dq.stages.full[buffer]);
   }
 
   DISTCA_DEVICE void add_queries(const TileFacts<kRows>& facts, int part, const float (&dq)[32]) {
@@ -421,14 +421,38 @@ struct WideValueConsumer : BackwardConsumer<Config> {
     this->pack_probabilities();
     this->multiply_probabilities(dv);
     hopper::sync_named(kScoresWritten, kConsumers);
+    if constexpr (Config::kHandsOver)
+      hand_over(facts);
+    else
+      add(facts);
+    hopper::pin(dv);
+    hopper::pin(probs);
+  }
+
+  /// While one part is handed over, the next one is multiplied.
+  DISTCA_DEVICE void hand_over(const TileFacts<Config::kRows>& facts) {
+    float dq[2][32];
+    this->multiply_queries(0, dq[0]);
+#pragma unroll
+    for (int part = 0; part < Config::kParts; ++part) {
+      if (part + 1 < Config::kParts) {
+        this->multiply_queries(part + 1, dq[(part + 1) % 2]);
+        hopper::wait_groups<1>();
+      } else {
+        hopper::wait_groups<0>();
+      }
+      hopper::pin(dq[part % 2]);
+      this->hand_over_queries(facts, part, dq[part % 2]);
+    }
+  }
+
+  DISTCA_DEVICE void add(const TileFacts<Config::kRows>& facts) {
     this->await_turn(facts);
 #pragma unroll 1
     for (int part = 0; part < Config::kParts; ++part) {
       float dq[32];
       this->multiply_queries(part, dq);
       hopper::wait_groups<0>();
-      hopper::pin(dv);
-      hopper::pin(probs);
       hopper::pin(dq);
       this->add_queries(facts, part, dq);
     }
@@ -444,8 +468,8 @@ DISTCA_DEVICE void backward_cta(const KernelParams& p, typename Config::Shared& 
     s.key_stages.init(2, kConsumerWarps);
     s.tile_stages.init(kWarp, kConsumerWarps);
     s.loaded.init(1);
-    s.items.stages.init(1, kConsumers + (Config::kWide ? 0 : 2));
-    if constexpr (!Config::kWide) s.dq.stages.init(kWarpgroup / kWarp, 1);
+    s.items.stages.init(1, kConsumers + (Config::kHandsOver ? 2 : 0));
+    if constexpr (Config::kHandsOver) s.dq.stages.init(kWarpgroup / kWarp, 1);
     hopper::fence_barrier_init();
   }
   // Rows of tiles of queries that no box reaches stay zero.
@@ -460,7 +484,7 @@ DISTCA_DEVICE void backward_cta(const KernelParams& p, typename Config::Shared& 
     hopper::lower_registers<kProducerRegisters>();
     const int warp = thread / kWarp;
     if (warp == 0) BackwardProducer<Config>{p, s, {}, {}, {}}.run();
-    if constexpr (!Config::kWide)
+    if constexpr (Config::kHandsOver)
       if (warp == 1 || warp == 2) DqAdder<Config>{p, s, warp - 1, {}, {}}.run();
   } else {
     hopper::raise_registers<kConsumerRegisters>();

@@ -50,7 +50,7 @@ struct alignas(128) DqPart {
   int blocks_before;
 };
 
-/// One part for each consumer warpgroup.
+/// Parts are numbered, tile by tile, and take turns.
 struct DqParts {
   DqPart parts[2];
   Stages<2> stages;
@@ -70,8 +70,11 @@ struct BackwardConfig {
   static constexpr int kStages = 2;
   /// Sums of dq come in parts of 64 rows and 64 columns.
   static constexpr int kParts = kDim / kBoxColumns;
+  /// Whether warps of their own add the parts of dq. Otherwise there is no room for the parts on their way.
+  static constexpr int kOperandBytes = 2 * (kKeys + kStages * kRows) * (kDim + kValueDim) + 4 * kKeys * kBoxColumns;
+  static constexpr bool kHandsOver = kOperandBytes + sizeof(DqParts) <= 222 * 1024;
   /// Parts of a tile that have turns of their own.
-  static constexpr int kTurnsPerTile = kWide ? 1 : kParts;
+  static constexpr int kTurnsPerTile = kHandsOver ? kParts : 1;
 
   struct alignas(1024) Shared {
     SharedTile<kDim / kBoxColumns, kKeys> k;
@@ -80,8 +83,7 @@ struct BackwardConfig {
     SharedTile<kValueDim / kBoxColumns, kRows> dout[kStages];
     /// dS of a tile, with one row for each key.
     SharedTile<1, kKeys> dscores[2];
-    /// Up to 128 columns a warp of its own adds each warpgroup's parts of dq. Beyond there is no room for them.
-    std::conditional_t<kWide, NoDqParts, DqParts> dq;
+    std::conditional_t<kHandsOver, DqParts, NoDqParts> dq;
     TileFacts<kRows> facts[kStages];
     KnownItem known;
     Stages<1> key_stages;
@@ -246,18 +248,18 @@ struct BackwardProducer {
   }
 };
 
-/// The warp that adds one consumer warpgroup's parts of dq to the sums in memory. The copy engine does the work, and
-/// nobody else waits for a turn.
+/// The warp that adds every other part of dq to the sums in memory. The copy engine does the work, and nobody else
+/// waits for a turn.
 template <class Config>
 struct DqAdder {
   const KernelParams& p;
   typename Config::Shared& s;
-  int warpgroup;
+  int first;  // part
   Ring<2> items;
   Ring<1> parts;
 
   DISTCA_DEVICE void run() {
-    int tiles = 0;
+    int part = 0;
     for (int index; (index = begin_item(s.items, items)) < p.num_items();) {
       hopper::sync_warp();  // all lanes have read it
       if (lane_of_warp() == 0)
@@ -265,17 +267,17 @@ struct DqAdder {
       else
         items.advance();
 #pragma unroll 1
-      for (const int end = tiles + p.items[index].num_tiles; tiles < end; ++tiles)
-        if (Config::kParts == 2 || tiles % 2 == warpgroup) add();
+      for (const int end = part + p.items[index].num_tiles * Config::kParts; part < end; ++part)
+        if (part % 2 == first) add();
     }
     if (lane_of_warp() == 0) hopper::wait_added();
   }
 
   DISTCA_DEVICE void add() {
-    s.dq.stages.full[warpgroup].wait(parts.parity());
+    s.dq.stages.full[first].wait(parts.parity());
     hopper::sync_warp();  // as in await_empty()
     if (lane_of_warp() == 0) {
-      const DqPart& part = s.dq.parts[warpgroup];
+      const DqPart& part = s.dq.parts[first];
       if (part.turn != nullptr) {
         while (hopper::load_acquire(part.turn) != part.blocks_before) hopper::pause();
         hopper::fence_all();
@@ -288,7 +290,7 @@ struct DqAdder {
       } else {
         hopper::wait_read();
       }
-      s.dq.stages.empty[warpgroup].arrive();
+      s.dq.stages.empty[first].arrive();
     }
     hopper::sync_warp();
     parts.advance();

@@ -123,8 +123,8 @@ class Context(Registered):
     def record(self, *, headroom: float = 2.0, rounds: int = 2) -> Recording:
         """Records the steps inside ``with context.record() as recording``, to repeat them with new plans.
 
-        It works for contexts whose steps are queued: those on CUDA with ``attention="own"`` (not yet run on a GPU), and
-        those on threads that stand for a GPU's streams (``distca.testing.loopback(streams=True)``). Everything else
+        It works for contexts whose steps are queued: those on CUDA with ``attention="own"``, and those on
+        threads that stand for a GPU's streams (``distca.testing.loopback(streams=True)``). Everything else
         that PyTorch does inside is done at once, and only once. If a CUDA graph is captured meanwhile, the recorded
         steps become a part of that graph::
 

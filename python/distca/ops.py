@@ -130,11 +130,11 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Core attention over tasks in this process's own tensors. It needs no context.
 
-    out and lse are differentiable once, in q, k, v and sinks. On CUDA, which has not run on a GPU yet, dtypes are
-    bfloat16 and float16. There ATen's flash attention computes by default; it requires Dv = D, has no softcap and takes
-    no gradient of lse. ``attention="own"`` asks for distca's kernels for compute capability 9.0. Under
-    ``torch.use_deterministic_algorithms`` their dq has the same bits whatever the tasks, and their dk and dv are the
-    same from run to run. Under autocast, q, k and v are cast to its dtype.
+    out and lse are differentiable once, in q, k, v and sinks. On CUDA dtypes are bfloat16 and float16. On compute
+    capability 9.0 distca's own kernels compute by default. Under ``torch.use_deterministic_algorithms`` their dq has
+    the same bits whatever the tasks, and their dk and dv are the same from run to run. On other GPUs, and with
+    ``attention="flash"``, ATen's flash attention computes; it requires Dv = D, has no softcap and takes no gradient of
+    lse. Under autocast, q, k and v are cast to its dtype.
 
     Args:
         q: ``[Tq, H, D]``, float32, bfloat16 or float16; the last dimension is contiguous.

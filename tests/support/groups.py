@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import time
@@ -27,12 +28,29 @@ ADVICE = (
 )
 
 
+@functools.cache
+def _start_kernels(heads: distca.Heads, attention: str | None) -> None:
+    """Starts the GPU's kernels once before ranks share them: CUDA may wait for the whole device where a kernel needs
+    more local memory than those before, and a rank then would wait for another that waits for it.
+    """
+    layout = distca.Layout.from_documents([[8]])
+    shapes = ((heads.q, heads.dim), (heads.kv, heads.dim), (heads.kv, heads.value_dim))
+    q, k, v = (torch.zeros(8, *shape, device="cuda", dtype=heads.dtype, requires_grad=True) for shape in shapes)
+    with distca.loopback(1, max_tokens=8, heads=heads, device="cuda", attention=attention)[0] as context:
+        for mask, window in (("causal", None), ("causal", 4), ("full", None)):
+            plan = distca.plan(layout, heads, mask=mask, window=window)
+            distca.core_attention(q, k, v, plan, context=context)[0].sum().backward()
+    torch.cuda.synchronize()
+
+
 @contextmanager
 def loopback_group(plans: Sequence[distca.Plan] | distca.Plan, **options: Any) -> Iterator[list[distca.Context]]:
     """Contexts for every rank of these plans. Heaps are just large enough, arenas are NaN before every step, and
     contexts are closed at the end.
     """
     plans = [plans] if isinstance(plans, distca.Plan) else list(plans)
+    if options.get("device", "cpu") != "cpu" and torch.cuda.is_available():
+        _start_kernels(plans[0].heads, options.get("attention"))
     slot_bytes = max(64, *(p.stats.slot_bytes for p in plans), 0)
     options = {"heap_bytes": 2 * slot_bytes, "timeout": 60.0, "max_tokens": 1} | options
     contexts = testing.loopback(plans[0].layout.num_ranks, heads=plans[0].heads, **options)

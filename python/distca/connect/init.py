@@ -93,14 +93,14 @@ def init(
         progress_thread: with shm, copies rows on a thread of the context's own, so that they travel while this rank
             computes (`PingPong`). It pays where a core is free for that thread.
         link: emulates a network of that speed over shm or loopback, for tests and benchmarks.
-        device: where the tensors are: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``. CUDA has not been run on a GPU yet. Steps
-            on CUDA are queued on PyTorch's current stream and on one of the context's own. A fault there shows as NaN
-            in what the steps return, and as an error of the next call or of `check`.
+        device: where the tensors are: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``. Steps on CUDA are queued on PyTorch's
+            current stream and on one of the context's own. A fault there shows as NaN in what the steps return, and as
+            an error of the next call or of `check`.
         attention: what computes attention on a GPU, the same on all ranks. ``"own"`` is this library's kernels for
-            compute capability 9.0, which have not been verified on a GPU yet. ``"flash"`` is ATen's flash attention.
-            ``"auto"`` is flash until the own kernels are verified. The default is the environment's
-            ``DISTCA_ATTENTION``, or auto if that is not set. The CPU has one kernel. Of its instruction sets the group
-            takes the weakest of those that its ranks would choose, or the one that ``DISTCA_CPU_ISA`` forces on some.
+            compute capability 9.0. ``"flash"`` is ATen's flash attention. ``"auto"`` is own where the GPU has such
+            kernels, and otherwise flash. The default is the environment's ``DISTCA_ATTENTION``, or auto if that is not
+            set. The CPU has one kernel. Of its instruction sets the group takes the weakest of those that its ranks
+            would choose, or the one that ``DISTCA_CPU_ISA`` forces on some.
         put_ctas: on CUDA, the number of thread blocks that send rows. The default is as many as keep a link busy, by
             its bandwidth and latency.
         nsys: makes every operator of this context an NVTX range of its name (``distca::dispatch``), for Nsight Systems.

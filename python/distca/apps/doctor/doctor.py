@@ -98,7 +98,7 @@ def _cuda() -> Finding:
         return Finding(
             "cuda", found, True, "not used, because distca needs 8.0 or later; distca runs on CPU tensors here", True
         )
-    return Finding("cuda", f"{found}; not yet run on a GPU")
+    return Finding("cuda", found)
 
 
 def _attention() -> Finding:
@@ -131,7 +131,7 @@ def _between_gpus() -> list[Finding]:
     folder, num_gpus = nvshmem.library_folder(), torch.cuda.device_count()
     adapters = gpu.rdma_adapters()
     return [
-        Finding("transport nvshmem", f"NVSHMEM {version}, not yet run on a GPU"),
+        Finding("transport nvshmem", f"NVSHMEM {version}; not yet run between hosts"),
         *(gpu.remote_transports(folder, bool(adapters)) if folder is not None else []),
         *(adapters or [Finding("rdma adapters", "none: NVSHMEM reaches only the GPUs of this host", absent=True)]),
         gpu.peer_access(num_gpus, torch.cuda.can_device_access_peer),

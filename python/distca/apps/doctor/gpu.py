@@ -61,11 +61,8 @@ def attention(variable: str | None, has_own: bool, activated: str) -> Finding:
     why = "the default" if variable is None else f"DISTCA_ATTENTION={variable}"
     if chosen == "own":
         advice = "" if has_own else "these kernels need compute capability 9.0: unset DISTCA_ATTENTION"
-        return Finding(name, f"by distca's own kernels, not yet verified on a GPU ({why})", has_own, advice)
-    found = f"by PyTorch's flash attention{activated} ({why})"
-    if has_own and variable in (None, "auto"):
-        found += '; distca\'s own kernels are not yet verified on a GPU: attention="own" or DISTCA_ATTENTION=own'
-    return Finding(name, found)
+        return Finding(name, f"by distca's own kernels ({why})", has_own, advice)
+    return Finding(name, f"by PyTorch's flash attention{activated} ({why})")
 
 
 def remote_transports(folder: Path, has_adapters: bool, load: Load = loading_problem) -> list[Finding]:
