@@ -104,8 +104,6 @@ template <class Config>
 struct BackwardProducer {
   static constexpr int kStages = Config::kStages, kKeys = Config::kKeys, kRows = Config::kRows;
   static constexpr int kChunks = Config::kDim / kBoxColumns, kValueChunks = Config::kValueDim / kBoxColumns;
-  /// How many tiles after the one that is loaded another is brought to the L2 cache.
-  static constexpr int kPrefetched = 3;
 
   const KernelParams& p;
   typename Config::Shared& s;
@@ -218,18 +216,6 @@ struct BackwardProducer {
     }
     full.arrive();
     tiles.advance();
-    if (lane_of_warp() == 0 && tile >= kPrefetched) prefetch(tile - kPrefetched);
-  }
-
-  /// Tiles of a task come from the last one on. This brings one of those that come later to the L2 cache.
-  DISTCA_DEVICE void prefetch(int tile) {
-    const KnownItem& known = s.known;
-    const int head = known.kv_head * p.group_heads, token = tile * p.tile_tokens;
-#pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) hopper::prefetch_box(known.q_map, chunk * kBoxColumns, head, token);
-#pragma unroll
-    for (int chunk = 0; chunk < kValueChunks; ++chunk)
-      hopper::prefetch_box(known.dout_map, chunk * kBoxColumns, head, token);
   }
 
   DISTCA_DEVICE RowFacts read_row(RowRange tokens, int row) const {

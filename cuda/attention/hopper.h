@@ -119,11 +119,6 @@ DISTCA_DEVICE void load_box(const TensorMap* map, Barrier* barrier, void* shared
                                shared, column, row, plane);
 }
 
-/// Starts bringing a box to the L2 cache.
-DISTCA_DEVICE void prefetch_box(const TensorMap* map, int column, int row, int plane) {
-  cute::SM90_TMA_LOAD_3D::PREFETCH::copy(map, column, row, plane);
-}
-
 // ---- products of a warpgroup
 
 struct BFloat16 {

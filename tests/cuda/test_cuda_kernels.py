@@ -1,4 +1,4 @@
-"""The library's own attention kernels on a GPU: exact, and with the same bits whatever the plan. Not yet run on one.
+"""The library's own attention kernels on a GPU: exact, and with the same bits whatever the plan.
 
 test_kernels_on_host.py holds what can be tested of them without a GPU.
 """

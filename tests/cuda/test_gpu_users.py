@@ -1,6 +1,6 @@
 """What users call, on a GPU: ranks of a process group over each transport, and a model of transformers.
 
-The ranks are processes that share one GPU. Not yet run on one.
+The ranks are processes that share one GPU.
 """
 
 from __future__ import annotations

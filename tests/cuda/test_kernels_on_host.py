@@ -46,6 +46,10 @@ def test_forward_is_right_and_a_row_has_the_same_bits_however_tasks_are_cut(
     _run(program, "forward", dim, v_dim, dtype, rounds, 1)
 
 
+def test_forward_is_right_over_more_keys_than_the_producer_knows_blocks_of_at_a_time(program: Path) -> None:
+    _run(program, "long", 64, 64, "bfloat16", 1, 1)
+
+
 @SHAPES
 def test_backward_is_right_and_dq_has_the_same_bits_in_the_deterministic_mode(
     program: Path, dim: int, v_dim: int, dtype: str, rounds: int

@@ -193,6 +193,18 @@ void run_round(const std::string& pass, distca::HeadShape heads, std::mt19937& r
   }
 }
 
+/// A document whose keys are more than the producer's lanes know blocks of at a time.
+template <class Element, int kDim, int kValueDim>
+void run_long_document(distca::HeadShape heads, std::mt19937& random) {
+  heads.q_heads = heads.kv_heads = 1;
+  Case c;
+  do c = problems::random_case(heads, 2300, random);
+  while (c.length < 2100 || c.scores.mask.window != 0);
+  std::printf("forward: %lld rows\n", static_cast<long long>(c.length));
+  const Case* alone[] = {&c};
+  compute<Element, kDim, kValueDim>("forward", alone, 0, false, random);
+}
+
 template <int kDim, int kValueDim>
 void run_rounds(const std::string& pass, distca::HeadShape heads, int rounds, std::mt19937& random) {
   for (int i = 0; i < rounds; ++i) {
@@ -217,7 +229,9 @@ int main(int argc, char** argv) {
   heads.dim = std::atoi(argv[2]);
   heads.v_dim = std::atoi(argv[3]);
   heads.dtype = std::string(argv[4]) == "bfloat16" ? distca::DType::kBFloat16 : distca::DType::kFloat16;
-  if (heads.dim <= 64 && heads.v_dim <= 64)
+  if (pass == "long")
+    run_long_document<hopper::BFloat16, 64, 64>(heads, random);
+  else if (heads.dim <= 64 && heads.v_dim <= 64)
     run_rounds<64, 64>(pass, heads, rounds, random);
   else if (heads.dim <= 128 && heads.v_dim <= 128)
     run_rounds<128, 128>(pass, heads, rounds, random);

@@ -330,24 +330,59 @@ FAULTS = [
     Fault(
         "CUDA: dS is not fenced",
         "cuda/attention/backward_kernel.h",
-        "    if constexpr (kGradients) hopper::fence_shared();",
-        "",
+        "piece ^ (key % 8)) * 8 + first_row], hopper::pack<Element>(hopper::product(scores[i], dprobs[i]), "
+        "hopper::product(scores[i + 1], dprobs[i + 1]))); } hopper::fence_shared();",
+        "piece ^ (key % 8)) * 8 + first_row], hopper::pack<Element>(hopper::product(scores[i], dprobs[i]), "
+        "hopper::product(scores[i + 1], dprobs[i + 1]))); }",
         (CUDA_HOST,),
     ),
     Fault(
         "CUDA: dq is multiplied before the other warpgroup has written dS",
         "cuda/attention/backward_kernel.h",
-        "    this->multiply_probabilities(dv);\n    hopper::sync_named(kScoresWritten, kConsumers);\n"
-        "    this->multiply_gradients(dk);",
-        "    this->multiply_probabilities(dv);\n    hopper::sync_named(kQueryTurn + this->warpgroup(), kWarpgroup);\n"
-        "    this->multiply_gradients(dk);",
+        "    hopper::sync_named(kScoresWritten, kConsumers);\n    if (Config::kParts == 2",
+        "    hopper::sync_named(kQueryTurn + this->warpgroup(), kWarpgroup);\n    if (Config::kParts == 2",
         (CUDA_HOST,),
     ),
     Fault(
         "CUDA: dq is added without waiting for a turn",
+        "cuda/attention/backward_parts.h",
+        "hopper::load_acquire(part.turn) != part.blocks_before",
+        "hopper::load_acquire(part.turn) < 0",
+        (CUDA_HOST,),
+    ),
+    Fault(
+        "CUDA: a turn is passed before dq is added",
+        "cuda/attention/backward_parts.h",
+        "        hopper::wait_added();\n        hopper::fence_gpu();",
+        "        hopper::wait_read();\n        hopper::fence_gpu();",
+        (CUDA_HOST,),
+    ),
+    Fault(
+        "CUDA: a part of dq is overwritten before the copy engine has read it",
+        "cuda/attention/backward_parts.h",
+        "        hopper::wait_read();\n",
+        "",
+        (CUDA_HOST,),
+    ),
+    Fault(
+        "CUDA: a lane that adds dq may come late",
+        "cuda/attention/backward_parts.h",
+        "    hopper::sync_warp();  // as in await_empty()\n",
+        "",
+        (CUDA_HOST,),
+    ),
+    Fault(
+        "CUDA: parts of dq are not fenced",
         "cuda/attention/backward_kernel.h",
-        "hopper::load_acquire(turn_of(facts)) != facts.blocks_before",
-        "hopper::load_acquire(turn_of(facts)) < 0",
+        "    hopper::fence_shared();\n    release(s.dq.stages.full[buffer]);",
+        "    release(s.dq.stages.full[buffer]);",
+        (CUDA_HOST,),
+    ),
+    Fault(
+        "CUDA: the producer keeps the first entries of a block table",
+        "cuda/attention/cta_parts.h",
+        "if (index < loaded || index >= loaded + kWarp) {",
+        "if (index < loaded || loaded < 0) {",
         (CUDA_HOST,),
     ),
     Fault(
@@ -374,7 +409,7 @@ FAULTS = [
     Fault(
         "CUDA: tiles of all groups have the first softcap",
         "cuda/attention/backward_parts.h",
-        "facts.scores = group.scores;",
+        "facts.scores = known.group.scores;",
         "facts.scores = 0;",
         (CUDA_HOST,),
     ),

@@ -71,6 +71,7 @@ T shuffle_xor(T value, int lane_mask) {
 }
 template <class T>
 T shuffle_from(T value, int lane) {
+  if (lane < 0 || lane > 31) fail("a shuffle from a lane that does not exist");
   return exchange(value, lane);
 }
 inline void sync_warp() { exchange(0, 0); }
@@ -168,10 +169,6 @@ inline void load_box(const TensorMap* map, Barrier* barrier, void* shared, int c
     --cta.copies;
     barrier->receive_bytes(spec.box[0] * spec.box[1] * spec.box[2] * 2);
   });
-}
-
-inline void prefetch_box(const TensorMap* map, int, int, int) {
-  if (machine->cta().acquired_maps.count(map) == 0) fail("a map is used that was not acquired");
 }
 
 // ---- products
