@@ -69,6 +69,7 @@ if step packages 60 "$python" -c "$needed" &&
   tests kernels 120 tests/cuda/test_cuda_kernels.py
   tests graphs 90 tests/cuda/test_cuda_graphs.py
   unset CUDA_DEVICE_MAX_CONNECTIONS CUDA_MODULE_LOADING
+  tests users 120 tests/cuda/test_gpu_users.py
   for benchmark in "${benchmarks[@]}"; do
     step "bench-$benchmark" 150 "$python" -m distca bench "$benchmark" --device cuda --short --json "$out/$benchmark.json"
   done

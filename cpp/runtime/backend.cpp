@@ -71,8 +71,7 @@ bool has_own_kernels(std::string_view device) {
   if (library == nullptr) return false;
   int index = 0;
   const size_t colon = device.find(':');
-  if (colon != std::string_view::npos)
-    std::from_chars(device.data() + colon + 1, device.data() + device.size(), index);
+  if (colon != std::string_view::npos) std::from_chars(device.data() + colon + 1, device.data() + device.size(), index);
   constexpr HeadShape kAny{1, 1, 64, 64, DType::kBFloat16};
   return index < library->devices().count && library->own_attention_problem(kAny, index).empty();
 }

@@ -15,6 +15,7 @@ from distca import _C
 from distca.connect import agreement
 from distca.connect.agreement import Terms, agree
 from distca.connect.cpu_kernels import CpuKernels
+from distca.connect.exchange import gather_text
 from support.processes import HEADS, Group, connect, fault_of
 from support.torch_ranks import join, torch_group
 
@@ -100,3 +101,12 @@ def test_ranks_that_write_into_each_others_gpu_compare_their_heaps_before_they_d
             assert kind == "InvalidArgumentError", (kind, text)
             peer, theirs, mine = (0, 2 << 20, 2 << 16) if rank == 1 else (1, 2 << 16, 2 << 20)
             assert f"rank {peer} has a heap of {theirs} bytes, rank {rank} one of {mine}; give all ranks" in text
+
+
+def _texts(of_ranks: list[list[str]]) -> list[list[str]]:
+    return [gather_text(texts[dist.get_rank()], dist.group.WORLD) for texts in of_ranks]
+
+
+def test_texts_that_ranks_gather_may_be_empty() -> None:
+    of_ranks = [["", ""], ["", "é and more"], ["x", ""]]
+    assert distca.launch(_texts, of_ranks, ranks=2, threads=1) == [of_ranks] * 2
