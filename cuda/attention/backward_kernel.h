@@ -6,26 +6,33 @@
 //
 // Everything is transposed: keys are the rows. P^T is therefore in the registers that the product for dV wants. dS^T
 // goes through shared memory, for dK and, read the other way, for dQ. Sums of dq are fp32, in parts of 64 rows by 64
-// columns. Each thread's elements of a part lie together; therefore a thread adds 16 bytes at a time and needs no
-// exchange.
+// columns, in the order of the accumulators' registers: no thread needs an exchange. Parts go through shared memory to
+// two warps beside the producer, for which the copy engine adds them. Where shared memory has no room for that, the
+// consumers add 16 bytes at a time.
 //
 // Up to 128 columns, each warpgroup has 64 of 128 keys, and one of two parts of dq. If dq has one part, it is a
 // warpgroup's every other time. Beyond 128 columns, both compute P of the same 64 keys. Then one goes on with dP, dS
 // and dk, the other with dv and dq.
+//
+// While a warpgroup computes exponentials, its products for dP run, and while it hands over a part of dq, the next
+// product.
 //
 // Deterministic mode: items add to each part of a tile in ascending order of their blocks, and turns[] counts those
 // that have. An item whose turn it is not yet waits for one that was taken earlier (work_list.h), which itself waits
 // only for earlier ones.
 //
 // What each barrier protects
-//   items.full/empty      as in forward; an item's uses are also those of key_stages
+//   items.full/empty      as in forward, and also read by the warps that add dq; an item's uses are also those of
+//                         key_stages
 //   key_stages            k and v of an item: two arrivals (bytes, or cleared rows) / 8 consumer warps
 //   tile_stages           q, dout, lse, delta, visible of a tile: 32 lanes and bytes / 8 warps after wait_groups<0>
 //   loaded                bytes of a block that is cleared before it is full
 //   named kScoresWritten  dscores[stage] of step i is written (after fence_shared), and both warpgroups may read it.
 //                         When both pass it at step i + 1, both have read that of step i, because wait_groups<0> of
 //                         step i comes before. Therefore it may be written at step i + 2
-//   named kQueryTurn + w  within warpgroup w: its turn has come; all its adds are done
+//   dq.stages[i]          every other part of dq: 4 consumer warps, each after fence_shared / the lane that adds it,
+//                         once the copy engine has read it
+//   named kQueryTurn      within the warpgroup that adds dq itself: its turn has come; all its adds are done
 #pragma once
 
 #include "attention/backward_parts.h"

@@ -9,7 +9,8 @@ namespace distca::attention::cuda {
 
 inline constexpr int kWarp = 32;
 inline constexpr int kWarpgroup = 128;
-/// One warpgroup produces, with one warp of it, because the copy engine does the work. Two consume.
+/// One warpgroup produces, with one warp of it, because the copy engine does the work; in backward two more add dq. Two
+/// warpgroups consume.
 inline constexpr int kConsumers = 2 * kWarpgroup;
 inline constexpr int kThreads = kWarpgroup + kConsumers;
 /// Registers of a thread. The CTA is launched with 168 for each; the warpgroup that produces gives most of its own
@@ -27,7 +28,7 @@ inline constexpr int kNoChunk = 16;
 inline constexpr float kInfinity = __builtin_huge_valf();
 
 /// Named barriers.
-enum NamedBarrier : int { kFirstTurn = 0, kSecondTurn = 1, kScoresWritten = 2, kQueryTurn = 3 /* and 4 */ };
+enum NamedBarrier : int { kFirstTurn = 0, kSecondTurn = 1, kScoresWritten = 2, kQueryTurn = 3 };
 
 /// A tile of 16-bit elements in the form that hopper.h wants.
 template <int kChunks, int kRows>

@@ -82,16 +82,16 @@ struct ForwardProducer {
 
   const KernelParams& p;
   typename Config::Shared& s;
-  Ring<2> items;
-  Ring<1> q;
-  AnyRing<Config::kKeyStages> k;
-  AnyRing<Config::kValueStages> v;
+  Ring<2> items{};
+  Ring<1> q{};
+  AnyRing<Config::kKeyStages> k{};
+  AnyRing<Config::kValueStages> v{};
   int loaded_parity = 0;
   // Whose maps this CTA has acquired last.
   int last_task = -1;
   int last_group = -1;
   // What is known of the item. It is read once.
-  BlockTable key_table, value_table;
+  BlockTable key_table{}, value_table{};
   const TensorMap* maps = nullptr;  // of keys, then of values
   int kv_head = 0;
   RowRange keys{};
@@ -391,7 +391,7 @@ DISTCA_DEVICE void forward_cta(const KernelParams& p, typename Config::Shared& s
   hopper::sync_cta();
   if (thread < kWarpgroup) {
     hopper::lower_registers<kProducerRegisters>();
-    if (thread < kWarp) ForwardProducer<Config>{p, s, {}, {}, {}, {}, 0, -1, -1, {}, {}}.run();
+    if (thread < kWarp) ForwardProducer<Config>{.p = p, .s = s}.run();
   } else {
     hopper::raise_registers<kConsumerRegisters>();
     ForwardConsumer<Config>(p, s).run();

@@ -84,8 +84,7 @@ class DeviceBackend final : public runtime::Backend {
   bool takes_gradient_of_lse() const override { return own_attention_ || aten_->takes_gradient_of_lse(); }
   void check(const HeadShape& heads, float softcap) const override {
     const std::string reason = attention::cuda::unsupported_reason(heads, major_, minor_);
-    if (own_attention_)
-      return require(reason.empty(), "attention = \"own\": ", reason, "; attention=\"flash\" has PyTorch's kernels");
+    if (own_attention_) return require(reason.empty(), "attention = \"own\": ", reason);
     try {
       aten_->check(heads, softcap);
     } catch (const InvalidArgumentError& error) {

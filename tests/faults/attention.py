@@ -340,7 +340,7 @@ FAULTS = [
         "CUDA: dq is multiplied before the other warpgroup has written dS",
         "cuda/attention/backward_kernel.h",
         "    hopper::sync_named(kScoresWritten, kConsumers);\n    if (Config::kParts == 2",
-        "    hopper::sync_named(kQueryTurn + this->warpgroup(), kWarpgroup);\n    if (Config::kParts == 2",
+        "    hopper::sync_named(4 + this->warpgroup(), kWarpgroup);\n    if (Config::kParts == 2",
         (CUDA_HOST,),
     ),
     Fault(
