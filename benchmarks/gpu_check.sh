@@ -65,7 +65,7 @@ if step packages 60 "$python" -c "$needed" &&
   # may wait for those of another rank.
   export CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER
   tests flash 90 tests/attention/test_flash.py tests/cuda/test_flash_ranks.py
-  tests streams 120 tests/transport/test_stream_processes.py
+  tests streams 90 tests/transport/test_stream_processes.py
   tests kernels 120 tests/cuda/test_cuda_kernels.py
   tests graphs 90 tests/cuda/test_cuda_graphs.py
   unset CUDA_DEVICE_MAX_CONNECTIONS CUDA_MODULE_LOADING

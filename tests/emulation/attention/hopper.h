@@ -327,6 +327,7 @@ inline int load_acquire(const int* p) { return *p; }
 /// Of counters of turns: each is one more than the one before, or they were not taken in order.
 inline void store_release(int* p, int value) {
   if (*p + 1 != value) fail("turns are not taken in order");
+  if (machine->fiber().adds_to_do != 0) fail("a turn is passed while an add is under way");
   *p = value;
 }
 inline void fence_gpu() {}
