@@ -61,11 +61,11 @@ def init(
             - ``"shm"``: processes on one host.
             - ``"torch"``: processes on any hosts, by ``all_to_all_single`` over a gloo or NCCL group of its own with
               the same ranks. NCCL has not been run yet.
-            - ``"cuda-ipc"``: GPUs of one host that reach each other's memory, or processes that share a GPU. Not yet
-              run on a GPU.
-            - ``"nvshmem"``: GPUs of any hosts. Not yet run on a GPU. Hosts also talk to each other over TCP, each at
-              the address in the environment's ``DISTCA_HOST_ADDRESS``, or otherwise at its address in the network of
-              ``MASTER_ADDR``.
+            - ``"cuda-ipc"``: GPUs of one host that reach each other's memory, or processes that share a GPU. The former
+              has not been run yet.
+            - ``"nvshmem"``: GPUs of any hosts; only processes that share a GPU have been run. Hosts also talk to each
+              other over TCP, each at the address in the environment's ``DISTCA_HOST_ADDRESS``, or otherwise at its
+              address in the network of ``MASTER_ADDR``.
             - ``"loopback"``: a group of one.
             - ``"auto"``: loopback for one rank. For more ranks on the CPU it is shm if all are on one host and
               otherwise torch; on CUDA it is cuda-ipc if all are on one host and otherwise nvshmem.

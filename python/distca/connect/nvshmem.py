@@ -1,4 +1,4 @@
-"""``transport="nvshmem"``: rows between GPUs of any hosts. Not yet run on a GPU.
+"""``transport="nvshmem"``: rows between GPUs of any hosts. Run between processes on one GPU alone so far.
 
 Ranks find each other by NVSHMEM's unique id, which travels over the process group. Therefore it makes no difference
 whether torchrun, Slurm or MPI started them.

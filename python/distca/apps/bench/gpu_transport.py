@@ -3,7 +3,7 @@
 Rows go from one rank of `distca.loopback` to another, and from one rank of NVSHMEM to itself. The latter has a process
 of its own, because NVSHMEM may end a process in which it does not begin. In both cases the kernel that serves all peers
 that load and store reach sends the rows, on a stream of the transport's own. The host's clock times them from the call
-until they are there. Not yet run on a GPU.
+until they are there.
 """
 
 from __future__ import annotations
