@@ -48,6 +48,12 @@ std::string own_attention_problem(int64_t q_heads, int64_t kv_heads, int64_t dim
   return library->own_attention_problem({q_heads, kv_heads, dim, v_dim, static_cast<DType>(dtype)}, device);
 }
 
+std::string chosen_attention(std::optional<std::string_view> argument, std::string_view device, int64_t q_heads,
+                             int64_t kv_heads, int64_t dim, int64_t v_dim, int64_t dtype) {
+  require(dtype >= 0 && dtype < kNumDTypes, "attention: dtype number ", dtype);
+  return runtime::chosen_attention(argument, device, {q_heads, kv_heads, dim, v_dim, static_cast<DType>(dtype)});
+}
+
 std::string cpu_operands(int64_t dtype) {
   require(dtype >= 0 && dtype < kNumDTypes, "attention: dtype number ", dtype);
   return attention::CpuAttention().operands(static_cast<DType>(dtype));
@@ -56,8 +62,9 @@ std::string cpu_operands(int64_t dtype) {
 void bind_machine(py::module_& m) {
   m.def("cuda_status", &cuda_status,
         "Whether libdistca_cuda is there, how many GPUs it finds, and why not where there is none.");
-  m.def("chosen_attention", &runtime::chosen_attention, py::arg("argument"), py::arg("device"),
-        "What computes attention there, \"own\" or \"flash\", by an argument or else the environment.");
+  m.def("chosen_attention", &chosen_attention, py::arg("argument"), py::arg("device"), py::arg("q_heads"),
+        py::arg("kv_heads"), py::arg("dim"), py::arg("v_dim"), py::arg("dtype"),
+        "What computes attention over such heads there, \"own\" or \"flash\", by an argument or else the environment.");
   m.def("own_attention_problem", &own_attention_problem, py::arg("q_heads"), py::arg("kv_heads"), py::arg("dim"),
         py::arg("v_dim"), py::arg("dtype"), py::arg("device"),
         "Why the library's own kernels do not compute attention over such heads on that GPU; empty where they do.");

@@ -65,15 +65,14 @@ void check_choice(const char* what, std::string_view attention) {
           "\"; \"auto\", \"own\" and \"flash\" are allowed");
 }
 
-/// Whether this library has kernels of its own for that GPU.
-bool has_own_kernels(std::string_view device) {
+/// Whether this library has kernels of its own for such heads on that device, "cuda:" and a number.
+bool has_own_kernels(std::string_view device, const HeadShape& heads) {
+  constexpr std::string_view kCuda = "cuda:";
   const CudaLibrary* const library = cuda_library();
-  if (library == nullptr) return false;
-  int index = 0;
-  const size_t colon = device.find(':');
-  if (colon != std::string_view::npos) std::from_chars(device.data() + colon + 1, device.data() + device.size(), index);
-  constexpr HeadShape kAny{1, 1, 64, 64, DType::kBFloat16};
-  return index < library->devices().count && library->own_attention_problem(kAny, index).empty();
+  if (library == nullptr || !device.starts_with(kCuda)) return false;
+  int index = -1;
+  std::from_chars(device.data() + kCuda.size(), device.data() + device.size(), index);
+  return index >= 0 && index < library->devices().count && library->own_attention_problem(heads, index).empty();
 }
 
 /// Checks device and attention. Returns whether the CPU's own kernel computes.
@@ -96,7 +95,8 @@ void Backend::run(std::span<const RowWork> rows) {
   }
 }
 
-std::string chosen_attention(std::optional<std::string_view> argument, std::string_view device) {
+std::string chosen_attention(std::optional<std::string_view> argument, std::string_view device,
+                             const HeadShape& heads) {
   const char* const variable = std::getenv(kVariable);
   if (argument)
     check_choice("attention", *argument);
@@ -104,7 +104,7 @@ std::string chosen_attention(std::optional<std::string_view> argument, std::stri
     check_choice(kVariable, variable);
   if (device == "cpu") return argument == "flash" ? "flash" : "own";
   const std::string_view asked = argument.value_or(variable != nullptr ? variable : "auto");
-  return asked == "own" || (asked == "auto" && has_own_kernels(device)) ? "own" : "flash";
+  return asked == "own" || (asked == "auto" && has_own_kernels(device, heads)) ? "own" : "flash";
 }
 
 DeviceFactory set_device_factory(DeviceFactory those) { return std::exchange(device_factory(), std::move(those)); }

@@ -66,9 +66,10 @@ class DISTCA_EXPORT Backend : public Memory {
 
 /// Chooses who computes attention, and returns "own" or "flash": this library's kernels or ATen's flash attention. The
 /// choice is what `argument` says. Without an argument it is what the variable DISTCA_ATTENTION says, which is about
-/// GPUs alone. Without either it is "auto", which is "own" on the CPU and on GPUs that this library has kernels for,
-/// and "flash" on others. Throws InvalidArgumentError for any other word.
-DISTCA_EXPORT std::string chosen_attention(std::optional<std::string_view> argument, std::string_view device);
+/// GPUs alone. Without either it is "auto", which is "own" on the CPU and on GPUs that this library has kernels for, if
+/// they take such heads, and otherwise "flash". Throws InvalidArgumentError for any other word.
+DISTCA_EXPORT std::string chosen_attention(std::optional<std::string_view> argument, std::string_view device,
+                                           const HeadShape& heads);
 
 /// `attention` is one of these words. The backend queues its work on `streams`, or on the device's current stream if
 /// they are null.

@@ -36,11 +36,12 @@ struct Workspace {
   std::shared_ptr<runtime::Backend> backend;
 };
 
-/// Who computes on the device of `like`: "own" or "flash". `attention` is the operator's argument.
-std::string chosen_for(const Tensor& like, std::optional<StringHandle> attention) {
+/// Who computes these: "own" or "flash". `attention` is the operator's argument.
+std::string chosen_for(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<StringHandle> attention) {
   std::optional<Text> text;
   if (attention) text.emplace(*attention);
-  return runtime::chosen_attention(text ? std::optional(std::string_view(*text)) : std::nullopt, device_name(like));
+  return runtime::chosen_attention(text ? std::optional(std::string_view(*text)) : std::nullopt, device_name(q),
+                                   heads_of(q, k, v));
 }
 
 Workspace& workspace(const Tensor& like, const std::string& chosen) {
@@ -65,7 +66,7 @@ Workspace& checked_workspace(const Tensor& q, const Tensor& k, const Tensor& v, 
 Workspace* gpu_workspace(const Tensor& q, const Tensor& k, const Tensor& v, double softcap,
                          std::optional<StringHandle> attention) {
   return guarded([&]() -> Workspace* {
-    const std::string chosen = chosen_for(q, attention);
+    const std::string chosen = chosen_for(q, k, v, attention);
     if (chosen == "own") return &checked_workspace(q, k, v, softcap, chosen);
     try {
       check_flash(q, heads_of(q, k, v), checked_softcap(softcap));
@@ -202,7 +203,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout_any, co
 
 Workspace& cpu_workspace(const Tensor& q, const Tensor& k, const Tensor& v, double softcap,
                          std::optional<StringHandle> attention) {
-  return *guarded([&] { return &checked_workspace(q, k, v, softcap, chosen_for(q, attention)); });
+  return *guarded([&] { return &checked_workspace(q, k, v, softcap, chosen_for(q, k, v, attention)); });
 }
 
 std::tuple<Tensor, Tensor> cpu_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& tasks,

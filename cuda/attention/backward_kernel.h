@@ -244,9 +244,10 @@ struct BackwardConsumer {
 
   /// Hands a part of the tile's dq to the warp that adds it.
   DISTCA_DEVICE void hand_over_queries(const TileFacts<kRows>& facts, int part_of_tile, const float (&dq)[32]) {
-    const int number = tiles.uses * Config::kParts + part_of_tile, buffer = number % 2;
+    const uint32_t number = static_cast<uint32_t>(tiles.uses) * Config::kParts + static_cast<uint32_t>(part_of_tile);
+    const uint32_t buffer = number % 2;
     DqPart& part = s.dq.parts[buffer];
-    s.dq.stages.empty[buffer].wait(number / 2 % 2 ^ 1);
+    s.dq.stages.empty[buffer].wait(static_cast<int>(number / 2 % 2 ^ 1));
     float* elements = part.elements + thread() * 4;
 #pragma unroll
     for (int i = 0; i < 8; ++i)
@@ -492,7 +493,7 @@ DISTCA_DEVICE void backward_cta(const KernelParams& p, typename Config::Shared& 
     const int warp = thread / kWarp;
     if (warp == 0) BackwardProducer<Config>{p, s, {}, {}, {}}.run();
     if constexpr (Config::kHandsOver)
-      if (warp == 1 || warp == 2) DqAdder<Config>{p, s, warp - 1, {}, {}}.run();
+      if (warp == 1 || warp == 2) DqAdder<Config>{p, s, static_cast<uint32_t>(warp - 1), {}, {}}.run();
   } else {
     hopper::raise_registers<kConsumerRegisters>();
     if constexpr (!Config::kWide)

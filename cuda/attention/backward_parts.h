@@ -70,8 +70,8 @@ struct BackwardConfig {
   static constexpr int kStages = 2;
   /// Sums of dq come in parts of 64 rows and 64 columns.
   static constexpr int kParts = kDim / kBoxColumns;
-  /// Whether warps of their own add the parts of dq. Otherwise there is no room for the parts on their way.
   static constexpr int kOperandBytes = 2 * (kKeys + kStages * kRows) * (kDim + kValueDim) + 4 * kKeys * kBoxColumns;
+  /// Whether warps of their own add the parts of dq. Otherwise there is no room for the parts on their way.
   static constexpr bool kHandsOver = kOperandBytes + sizeof(DqParts) <= 222 * 1024;
   /// Parts of a tile that have turns of their own.
   static constexpr int kTurnsPerTile = kHandsOver ? kParts : 1;
@@ -234,18 +234,18 @@ struct BackwardProducer {
   }
 };
 
-/// The warp that adds every other part of dq to the sums in memory. The copy engine does the work, and nobody else
-/// waits for a turn.
+/// The warp that adds every other part of dq to the sums in memory. The copy engine does the work. Consumers wait for a
+/// turn only where their part before the last one has not had its own.
 template <class Config>
 struct DqAdder {
   const KernelParams& p;
   typename Config::Shared& s;
-  int first;  // part
+  uint32_t first;  // part
   Ring<2> items;
   Ring<1> parts;
 
   DISTCA_DEVICE void run() {
-    int part = 0;
+    uint32_t part = 0;  // it may wrap around, as in hand_over_queries()
     for (int index; (index = begin_item(s.items, items)) < p.num_items();) {
       hopper::sync_warp();  // all lanes have read it
       if (lane_of_warp() == 0)
@@ -253,7 +253,7 @@ struct DqAdder {
       else
         items.advance();
 #pragma unroll 1
-      for (const int end = part + p.items[index].num_tiles * Config::kParts; part < end; ++part)
+      for (int n = p.items[index].num_tiles * Config::kParts; n > 0; --n, ++part)
         if (part % 2 == first) add();
     }
     if (lane_of_warp() == 0) hopper::wait_added();

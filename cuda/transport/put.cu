@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kThreads, 1) put_kernel(DevicePutTable table, 
 __global__ void __launch_bounds__(kThreads, 1) copy_kernel(DevicePutTable table) {
   const int32_t num_chunks = *table.num_chunks, num_entries = table.num_entries();
   for (int32_t chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
-    const PutEntry& e = table.entries[entry_of_chunk(table.entries, num_entries, chunk)];
+    const PutEntry e = table.entries[entry_of_chunk(table.entries, num_entries, chunk)];
     copy_chunk(e, rows_of_chunk(e, chunk));
   }
 }

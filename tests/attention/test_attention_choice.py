@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import distca
-from distca import _C
 from distca.apps.doctor import gpu as doctor_gpu
+from distca.connect.options import chosen_attention
 from support import flash_on_cpu
 from support.batches import random_batch
 from support.groups import loopback_group
@@ -32,8 +32,8 @@ def test_an_argument_counts_before_the_environment_and_without_kernels_for_the_g
     if variable is not None:
         monkeypatch.setenv("DISTCA_ATTENTION", variable)
     said = argument or variable or "auto"
-    assert _C.chosen_attention(argument, "cuda:99") == {"auto": "flash", "own": "own", "flash": "flash"}[said]
-    assert _C.chosen_attention(argument, "cpu") == ("flash" if argument == "flash" else "own")
+    assert chosen_attention(argument, "cuda:99", HEADS) == {"auto": "flash", "own": "own", "flash": "flash"}[said]
+    assert chosen_attention(argument, "cpu", HEADS) == ("flash" if argument == "flash" else "own")
 
 
 def test_another_word_is_refused_wherever_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,14 @@ from distca.connect.agreement import Terms, agree
 from distca.connect.exchange import Exchange, gather_text, names_of
 from distca.connect.fault_watch import FaultWatch
 from distca.connect.open_files import check_open_files
-from distca.connect.options import attention_problem, core_options, cpu_kernels, device_name, slot_bytes_of
+from distca.connect.options import (
+    attention_problem,
+    chosen_attention,
+    core_options,
+    cpu_kernels,
+    device_name,
+    slot_bytes_of,
+)
 from distca.connect.place import Place, group_of, place_of
 from distca.context import Context
 from distca.errors import DistcaError, InvalidArgumentError
@@ -140,7 +147,7 @@ def init(
             with _told(group, timeout):
                 _check_free(name)
                 device, nsys = device_name(device), nsys_wanted(nsys)
-                attention = _C.chosen_attention(attention, device)
+                attention = chosen_attention(attention, device, heads)
                 request = _Request(
                     group,
                     num_ranks,

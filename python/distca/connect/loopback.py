@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from distca import _C
-from distca.connect.options import attention_problem, core_options, device_name, slot_bytes_of
+from distca.connect.options import attention_problem, chosen_attention, core_options, device_name, slot_bytes_of
 from distca.context import Context
 from distca.errors import InvalidArgumentError
 from distca.heads import Heads
@@ -66,7 +66,7 @@ def make_group(
 
     With `emulation`, that module makes the core's contexts in place of `_C`, and has options of its own.
     """
-    attention = _C.chosen_attention(attention, device)
+    attention = chosen_attention(attention, device, heads)
     if problem := attention_problem(device, attention, heads):
         raise InvalidArgumentError(f"loopback: {problem}")
     group = next(_groups)

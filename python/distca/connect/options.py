@@ -18,6 +18,11 @@ EXTENT_ALIGNMENT = _C.EXTENT_ALIGNMENT
 _LEAST_SECONDS, _MOST_SECONDS = 0.001, 1e8  # of a timeout: the core counts milliseconds, and refuses 1e9 seconds
 
 
+def chosen_attention(attention: str | None, device: str, heads: Heads) -> str:
+    """What computes attention over these heads, ``"own"`` or ``"flash"``, by an argument or else the environment."""
+    return _C.chosen_attention(attention, device, heads.q, heads.kv, heads.dim, heads.value_dim, heads.dtype_number)
+
+
 def attention_problem(device: str, attention: str, heads: Heads) -> str:
     """Why the own kernels, if they are chosen, cannot compute these heads on this device; empty if they can."""
     if device == "cpu" or attention != "own":

@@ -10,9 +10,12 @@ import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
-from distca import _C
+import torch
+
 from distca.apps.doctor.finding import Finding
+from distca.connect.options import chosen_attention
 from distca.errors import InvalidArgumentError
+from distca.heads import Heads
 
 INFINIBAND = Path("/sys/class/infiniband")
 #: NVSHMEM's own transports between hosts: the setting that chooses each, and the package with what it needs.
@@ -54,7 +57,7 @@ def attention(variable: str | None, has_own: bool, activated: str) -> Finding:
     """
     name = "gpu attention"
     try:
-        chosen = _C.chosen_attention(variable, "cuda:0")
+        chosen = chosen_attention(variable, "cuda:0", Heads(8, 8, 128, dtype=torch.bfloat16))
     except InvalidArgumentError:
         advice = 'DISTCA_ATTENTION may be "auto", "own" or "flash"'
         return Finding(name, f"DISTCA_ATTENTION={variable}", False, advice)
