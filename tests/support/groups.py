@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import threading
@@ -31,12 +32,16 @@ ADVICE = (
 @functools.cache
 def _start_kernels(heads: distca.Heads, attention: str | None) -> None:
     """Starts the GPU's kernels once before ranks share them: CUDA may wait for the whole device where a kernel needs
-    more local memory than those before, and a rank then would wait for another that waits for it.
+    more local memory than those before, and a rank then would wait for another that waits for it. Heads that cannot be
+    computed are left to the test.
     """
     layout = distca.Layout.from_documents([[8]])
     shapes = ((heads.q, heads.dim), (heads.kv, heads.dim), (heads.kv, heads.value_dim))
     q, k, v = (torch.zeros(8, *shape, device="cuda", dtype=heads.dtype, requires_grad=True) for shape in shapes)
-    with distca.loopback(1, max_tokens=8, heads=heads, device="cuda", attention=attention)[0] as context:
+    with (
+        contextlib.suppress(distca.InvalidArgumentError),
+        distca.loopback(1, max_tokens=8, heads=heads, device="cuda", attention=attention)[0] as context,
+    ):
         for mask, window in (("causal", None), ("causal", 4), ("full", None)):
             plan = distca.plan(layout, heads, mask=mask, window=window)
             distca.core_attention(q, k, v, plan, context=context)[0].sum().backward()

@@ -229,12 +229,10 @@ void compare(const char* name, const std::vector<float>& got, const std::vector<
   std::printf("    %-4s rms %.2e of %.2e, largest %.2e%s\n", name, rms, bound, largest, good ? "" : "  WRONG");
   if (good) return;
   ++failures;
-  int shown = 0;
   size_t wrong = 0;
   for (size_t i = 0; i < right.size(); ++i) {
     if (std::fabs(got[i] - right[i]) <= 0.1 * typical) continue;
-    ++wrong;
-    if (++shown <= 8) std::printf("      element %zu is %g, not %g\n", i, got[i], right[i]);
+    if (++wrong <= 8) std::printf("      element %zu is %g, not %g\n", i, got[i], right[i]);
   }
   std::printf("      %zu of %zu elements are far off\n", wrong, right.size());
 }
