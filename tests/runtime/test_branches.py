@@ -72,7 +72,7 @@ def test_branches_are_as_exact_as_pytorch_and_have_the_bits_of_whole_documents(
                 attention_of_tree(batch, tree, dtype, fused=True, **masks),
                 attention_of_tree(batch, tree, torch.float64, **masks),
             )
-    pool.check()
+    pool.check(1.2)  # the largest error of five plans stands beside PyTorch's only one
 
 
 @DTYPES

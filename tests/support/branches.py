@@ -127,7 +127,7 @@ def attention_of_tree(
     fused: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """The out, lse, dq, dk and dv of all own rows, by the textbook formula and PyTorch's autograd, or with `fused` by
-    PyTorch's own attention (lse then in float32).
+    PyTorch's own attention.
 
     Each document attends over its rows put together, and autograd adds the gradients of those that several have.
     """
@@ -143,14 +143,18 @@ def attention_of_tree(
         keys, values = (t.repeat_interleave(group, dim=1) for t in (keys, values))
         queries = q[at + rows.start : at + rows.stop]
         seen = visible(rows.stop, mask, window, (bidirectional or {}).get(document, ()))[rows.start :]
-        of_heads, of_keys = (queries.detach().float(), keys.detach().float()) if fused else (queries, keys)
-        scores = torch.einsum("ihd,jhd->hij", of_heads, of_keys) * batch.heads.dim**-0.5
-        scores = scores.masked_fill(~seen, -math.inf)
-        lses.append(torch.logsumexp(scores, dim=2).T)
         if fused:
-            one = F.scaled_dot_product_attention(*(t.transpose(0, 1)[None] for t in (queries, keys, values)), seen)
-            outs.append(one[0].transpose(0, 1))
+            of_heads = [t.transpose(0, 1)[None] for t in (queries, keys, values)]
+            outs.append(F.scaled_dot_product_attention(*of_heads, seen)[0].transpose(0, 1))
+            added = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, -math.inf)
+            lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *(t.detach() for t in of_heads), attn_mask=added
+            )[1]
+            lses.append(lse.float().reshape(len(of_heads[0][0]), rows.stop - rows.start).T)
         else:
+            scores = torch.einsum("ihd,jhd->hij", queries, keys) * batch.heads.dim**-0.5
+            scores = scores.masked_fill(~seen, -math.inf)
+            lses.append(torch.logsumexp(scores, dim=2).T)
             outs.append(torch.einsum("hij,jhd->ihd", torch.softmax(scores, dim=2), values))
     out, lse, mine = torch.cat(outs), torch.cat(lses), own_rows(batch, tree)
     out.backward(batch.dout[mine].to(dtype))
