@@ -15,7 +15,7 @@ out=${given:-$PWD/build/gpu-check}
 mkdir -p "$out"
 log="$out/gpu_check.log"
 benchmarks=(attention shards transport)
-rm -f "$out"/gpu_check.json "$out"/tests-*.xml "$out/steps"
+rm -f "$out"/gpu_check.json "$out/verify.json" "$out"/tests-*.xml "$out/steps"
 for benchmark in "${benchmarks[@]}"; do rm -f "$out/$benchmark.json"; done
 : >"$log"
 
@@ -61,6 +61,7 @@ if step packages 60 "$python" -c "$needed" &&
   if [[ $(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>>"$log" | head -n 1) == 9.0 ]]; then
     step check-attention 60 bash -c check_attention
   fi
+  step verify 150 "$python" -m distca verify --json "$out/verify.json"
   # Streams of ranks that share a GPU must not share one of its queues. Kernels are loaded at once, because loading one
   # may wait for those of another rank.
   export CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER
@@ -103,7 +104,7 @@ for file in sorted(out.glob("tests-*.xml")):  # a step that was killed has none
         else:
             outcomes["passed"] += 1
 result["tests"] = outcomes
-for name in ("attention", "shards", "transport"):
+for name in ("verify", "attention", "shards", "transport"):
     try:
         result[name] = json.loads((out / f"{name}.json").read_text())
     except (OSError, ValueError) as error:  # not written, or cut off

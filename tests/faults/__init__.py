@@ -24,6 +24,7 @@ from faults import (
     titan,
     torch_pipelines,
     training,
+    verifying,
     watching,
 )
 
@@ -45,6 +46,7 @@ FAULTS = [
     *tiles.FAULTS,
     *training.FAULTS,
     *models.FAULTS,
+    *verifying.FAULTS,
     *watching.FAULTS,
     *tcp.FAULTS,
     *titan.FAULTS,

@@ -1,4 +1,4 @@
-"""The command line: `distca train`, `report`, `export`, `plan`, `simulate`, `profile`, `bench` and `doctor`."""
+"""The command line, `distca`, and its commands."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from distca.apps.profile import command as profile
 from distca.apps.simulate import command as simulate
 from distca.apps.train import cli as train
 from distca.apps.train import export_command as export
+from distca.apps.verify import command as verify
 from distca.errors import DistcaError
 
 
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="distca", description="Core attention disaggregation for PyTorch.")
     parser.add_argument("--version", action="version", version=f"distca {distca.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for application in (train, plan, simulate, profile, report, export, bench, doctor):
+    for application in (train, plan, simulate, profile, report, export, bench, doctor, verify):
         application.add_command(commands)
     options = parser.parse_args(arguments)
     for stream in (sys.stdout, sys.stderr):

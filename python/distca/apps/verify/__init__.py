@@ -1,0 +1,1 @@
+"""`distca verify`: whether attention and transports compute on this machine what they should."""

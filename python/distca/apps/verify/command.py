@@ -1,0 +1,149 @@
+"""The command `distca verify`."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distca.apps.common.machine import setting
+from distca.apps.common.options import add_debug
+from distca.errors import InvalidArgumentError
+from distca.heads import DTYPES, Heads
+
+if TYPE_CHECKING:
+    from distca.apps.verify.verify import Check, Scope
+
+#: How rows may travel between the ranks of one machine, by device.
+TRANSPORTS = {"cpu": ("shm", "torch"), "cuda": ("cuda-ipc", "nvshmem")}
+
+
+def add_command(commands: Any) -> None:
+    """Adds `verify` to the parser of the command line."""
+    command = commands.add_parser(
+        "verify",
+        help="check on this machine that attention and transports compute what they should",
+        description="Computes attention on random documents, with every mask and score that plans may have, on one "
+        "rank and on several that exchange rows. Results are held against the same formula in float64: errors may be "
+        "little larger than those of a kernel that rounds no more than it must. Ranks together must give the bits of "
+        "one rank. A line begins with ok, -- (not available here, with the reason) or !! (wrong). Exits with 1 if a "
+        "line has !!, or nothing was available.",
+    )
+    command.add_argument(
+        "--device",
+        choices=tuple(TRANSPORTS),
+        help="what computes (default: cuda if there is a GPU that distca can use)",
+    )
+    command.add_argument(
+        "--attention", choices=("own", "flash"), help="what computes on a GPU (default: both, where both can)"
+    )
+    command.add_argument(
+        "--ranks",
+        type=int,
+        help="ranks that exchange rows (default: 3 on the CPU, the number of GPUs, at least 2, on CUDA)",
+    )
+    command.add_argument(
+        "--transports",
+        metavar="A,B",
+        help="how rows travel between ranks (default: "
+        f"{' and '.join(TRANSPORTS['cpu'])} on the CPU, {' and '.join(TRANSPORTS['cuda'])} on CUDA)",
+    )
+    command.add_argument("--dtype", choices=DTYPES, help="dtype of q, k and v (default: all that the device computes)")
+    command.add_argument("--q-heads", type=int, help="query heads of your model (default: several shapes of heads)")
+    command.add_argument("--kv-heads", type=int, help="key/value heads (default: as many as --q-heads)")
+    command.add_argument("--head-dim", type=int, help="dimension of a query or key head (default: 128)")
+    command.add_argument("--v-head-dim", type=int, help="dimension of a value head (default: that of --head-dim)")
+    command.add_argument("--seed", type=int, default=0, help="seed of all that is random (default: 0)")
+    command.add_argument(
+        "--timeout", type=float, default=120.0, help="seconds after which a silent rank is a fault (default: 120)"
+    )
+    command.add_argument("--json", type=Path, help="also write the checks, hardware and versions to this file")
+    add_debug(command)
+    command.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command and returns its exit code."""
+    from distca.apps.verify.verify import checks
+
+    scope = _scope(options)
+    facts = setting()
+    what = facts["gpu"] if scope.device == "cuda" else f"{facts['cpu']}, kernel {facts['cpu_kernel']}"
+    print(f"distca {facts['distca']}, torch {facts['torch']}, {what}", flush=True)
+    found: list[Check] = []
+    for where, some in itertools.groupby(checks(scope), lambda check: check.where):
+        group = list(some)
+        print(_lines(where, group), flush=True)
+        found += group
+    passed, failed = (sum(check.passed is wanted for check in found) for wanted in (True, False))
+    print(f"{passed} ok, {len(found) - passed - failed} not available, {failed} wrong")
+    if options.json is not None:
+        content = {"checks": [asdict(check) for check in found], "seed": scope.seed, **facts}
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
+    return 0 if passed and not failed else 1
+
+
+def _lines(where: str, checks: Sequence[Check]) -> str:
+    """One line for all checks that passed, and one for each other."""
+    passed = [check for check in checks if check.passed]
+    lines = []
+    if passed:
+        worst, result = max((error, name) for check in passed for name, error in check.errors.items())
+        lines.append(f"ok {where}: {len(passed)} problems, errors up to {worst:.2f} of those allowed (in {result})")
+    for check in checks:
+        if not check.passed:
+            mark = "--" if check.passed is None else "!!"
+            lines.append(f"{mark} {where}{', ' * bool(check.problem)}{check.problem}: {check.wrong}")
+    return "\n".join(lines)
+
+
+def _scope(options: argparse.Namespace) -> Scope:
+    """What to check, as the options say.
+
+    Raises:
+        InvalidArgumentError: an option has a value that is not allowed, or there is no such device.
+    """
+    import torch
+
+    from distca.apps.verify.verify import Scope
+
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    usable = num_gpus > 0 and torch.cuda.get_device_capability() >= (8, 0)
+    device = options.device or ("cuda" if usable else "cpu")
+    if device == "cuda" and not num_gpus:
+        raise InvalidArgumentError("--device cuda: PyTorch finds no GPU here")
+    if device == "cpu" and options.attention is not None:
+        raise InvalidArgumentError("--attention is for --device cuda: the CPU has one kernel")
+    transports = TRANSPORTS[device] if options.transports is None else tuple(options.transports.split(","))
+    if unknown := [one for one in transports if one not in TRANSPORTS[device]]:
+        raise InvalidArgumentError(f"--transports: {unknown[0]!r}; {', '.join(TRANSPORTS[device])} are allowed here")
+    ranks = (3 if device == "cpu" else max(2, num_gpus)) if options.ranks is None else options.ranks
+    if not 2 <= ranks <= 64:
+        raise InvalidArgumentError(f"--ranks is {ranks}; 2 to 64 are allowed")
+    if not 0 < options.timeout < float("inf"):
+        raise InvalidArgumentError(f"--timeout is {options.timeout}, must be a number of seconds above 0")
+    names = tuple(DTYPES) if options.dtype is None else (options.dtype,)
+    dtypes = [DTYPES[name] for name in names if device == "cpu" or name != "fp32"]
+    if not dtypes:
+        raise InvalidArgumentError("--dtype fp32 is for --device cpu: on CUDA dtypes are bf16 and fp16")
+    heads = None
+    if options.q_heads is not None:
+        kv_heads = options.q_heads if options.kv_heads is None else options.kv_heads
+        heads = Heads(options.q_heads, kv_heads, options.head_dim or 128, options.v_head_dim)
+    elif not options.kv_heads is options.head_dim is options.v_head_dim is None:
+        raise InvalidArgumentError("--kv-heads, --head-dim and --v-head-dim need --q-heads")
+    attentions = ("own", "flash") if device == "cuda" else ("own",)
+    return Scope(
+        device=device,
+        attentions=attentions if options.attention is None else (options.attention,),
+        transports=transports,
+        ranks=ranks,
+        dtypes=dtypes,
+        heads=heads,
+        seed=options.seed,
+        timeout=options.timeout,
+    )

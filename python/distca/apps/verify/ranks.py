@@ -1,0 +1,139 @@
+"""What each rank of `distca verify` does: it computes its rows of problems and returns them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from distca.apps.verify.cases import Case, random_inputs
+from distca.connect.init import init
+from distca.context import Context
+from distca.errors import InvalidArgumentError
+from distca.ops import core_attention
+from distca.planner.layout import Layout
+from distca.planner.plan import Plan
+
+#: A rank's rows of out, lse, dq, dk, dv, and the gradient of its sinks if there are some.
+Rows: TypeAlias = list[np.ndarray[Any, Any]]
+
+
+@dataclass
+class Returned:
+    """What a rank returned for a case, each time that it was computed; or why it was refused.
+
+    Backward is deterministic twice, as it always is on the CPU. On CUDA a third one is not.
+    """
+
+    runs: list[Rows]
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class Where:
+    """What computes, and how rows travel.
+
+    Attributes:
+        device: "cpu" or "cuda". On CUDA, rank r has GPU r, modulo the number of GPUs.
+        attention: what computes on a GPU: "own" or "flash".
+        transport: as in `distca.init`.
+        ranks: the number of ranks.
+    """
+
+    device: str
+    attention: str
+    transport: str
+    ranks: int
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        what = "cpu" if self.device == "cpu" else f"cuda, {self.attention}"
+        return what if self.ranks == 1 else f"{what}, {self.transport}, {self.ranks} ranks"
+
+
+def results_of_rank(where: Where, cases: Sequence[Case], seed: int, timeout: float) -> list[Returned]:
+    """What this rank returns for each case."""
+    rank = dist.get_rank()
+    device = "cpu"
+    if where.device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        device = f"cuda:{torch.cuda.current_device()}"
+    modes = (True, True) if where.device == "cpu" else (True, True, False)
+    results = [Returned([]) for _ in cases]
+    for heads in dict.fromkeys(case.heads for case in cases):
+        chosen = [i for i, case in enumerate(cases) if case.heads == heads]
+        plans = [cases[i].plan(where.ranks, seed) for i in chosen]
+        heap_bytes = max(2 * max(plan.stats.slot_bytes for plan in plans), 1 << 20)
+        try:
+            context = init(
+                transport=where.transport,
+                max_tokens=1,
+                heads=heads,
+                heap_bytes=heap_bytes,
+                timeout=timeout,
+                device=device,
+                attention=where.attention if where.device == "cuda" else None,
+            )
+        except InvalidArgumentError as error:
+            if where.ranks > 1:
+                raise
+            for i in chosen:
+                results[i].refusal = str(error)
+            continue
+        with context:
+            for i, plan in zip(chosen, plans, strict=True):
+                try:
+                    for deterministic in modes:
+                        results[i].runs.append(_step(cases[i], plan.for_rank(rank), context, seed, deterministic))
+                except InvalidArgumentError as error:
+                    results[i].refusal = str(error)
+            if device != "cpu":
+                torch.cuda.synchronize()
+            context.check()
+    return results
+
+
+def rows_of_rank(case: Case, layout: Layout, rank: int) -> torch.Tensor:
+    """For each row of a rank its number among those of the problem; -1 for padding."""
+    rows: list[int] = []
+    for document, begin, end in layout.segments(rank):
+        first = 0 if document < 0 else sum(case.lengths[:document]) - case.first_row(document)
+        rows += [-1] * (end - begin) if document < 0 else range(first + begin, first + end)
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def _step(case: Case, plan: Plan, context: Context, seed: int, deterministic: bool) -> Rows:
+    inputs = random_inputs(case, seed)
+    rows = rows_of_rank(case, plan.layout, context.rank)
+
+    def local(tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's rows. Padding is NaN: nothing may depend on it."""
+        chosen = tensor[rows.clamp(min=0)]
+        chosen[rows < 0] = torch.nan
+        return chosen.to(context.device)
+
+    q, k, v = (local(t).requires_grad_() for t in inputs[:3])
+    sinks = None if inputs.sinks is None else inputs.sinks.to(context.device).requires_grad_()
+    out, lse = core_attention(
+        q,
+        k,
+        v,
+        plan,
+        context=context,
+        scale=case.scale,
+        softcap=case.softcap,
+        sinks=sinks,
+        deterministic=deterministic,
+    )
+    if inputs.dlse is None:
+        out.backward(local(inputs.dout))
+    else:
+        torch.autograd.backward([out, lse], [local(inputs.dout), local(inputs.dlse)])
+    returned = [out.detach(), lse.detach(), q.grad, k.grad, v.grad, *([] if sinks is None else [sinks.grad])]
+    # numpy knows no bf16; fp32 has all its values.
+    return [t.float().cpu().numpy() for t in returned if t is not None]

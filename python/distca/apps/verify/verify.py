@@ -1,0 +1,211 @@
+"""Runs the checks of `distca verify`, and judges what ranks have returned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from distca.apps.common.ranks import start_ranks
+from distca.apps.verify.cases import Case, all_features, all_shapes, between_ranks, random_inputs
+from distca.apps.verify.ranks import Returned, Rows, Where, results_of_rank, rows_of_rank
+from distca.apps.verify.reference import exact, rounded
+from distca.connect.launch import RankError
+from distca.heads import DTYPES, Heads
+from distca.planner.layout import Layout
+
+#: The names of results.
+NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
+#: How large errors may be, in those of the same formula with the roundings that a fused kernel cannot avoid: the root
+#: of the mean square, and the largest one.
+MOST_RMS, MOST_LARGEST = 1.25, 2.5
+#: How far lse may be off because kernels make exponentials no better than the inputs' dtype can show, in units of that
+#: dtype's rounding of a weight.
+LSE_UNITS = 2.0**-8
+_UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+_MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
+_NAMES_OF_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Check:
+    """A problem that was computed, and how that ended.
+
+    Attributes:
+        where: what computed it, and the inputs' dtype.
+        problem: what it was about; empty if this is about all problems of `where`.
+        passed: whether all is right; None if this was not computed, because it is not available here.
+        wrong: what is wrong, or why this was not computed.
+        errors: for each result the largest error as a fraction of the allowed one.
+    """
+
+    where: str
+    problem: str
+    passed: bool | None
+    wrong: str = ""
+    errors: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What to check.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        attentions: what computes: the CPU's kernel, or "own" and "flash" on a GPU.
+        transports: how rows travel between ranks.
+        ranks: the number of ranks that exchange rows.
+        dtypes: of the inputs.
+        heads: these heads alone, in all dtypes; None for those of `all_shapes` and 4 query heads of 64 or 128.
+        seed: of the inputs, layouts and plans.
+        timeout: seconds after which a rank that does not answer is a fault.
+    """
+
+    device: str
+    attentions: Sequence[str]
+    transports: Sequence[str]
+    ranks: int
+    dtypes: Sequence[torch.dtype]
+    heads: Heads | None
+    seed: int
+    timeout: float
+
+
+def checks(scope: Scope) -> Iterator[Check]:
+    """Does the checks one after the other. Those of the same `Check.where` follow each other."""
+    for attention in scope.attentions:
+        cases: list[Case] = []
+        between: dict[torch.dtype, list[Case]] = {}
+        for dtype in scope.dtypes:
+            narrow, wide = (Heads(4, 2, dim, dtype=dtype) for dim in (64, 128))
+            if scope.heads is not None:
+                narrow = wide = replace(scope.heads, dtype=dtype)
+            else:
+                cases += [*all_shapes(dtype), *all_features(wide)]
+            cases += all_features(narrow)
+            between[dtype] = between_ranks(narrow)
+        yield from _of_attention(scope, attention, cases, between)
+
+
+def _of_attention(
+    scope: Scope, attention: str, cases: list[Case], between: dict[torch.dtype, list[Case]]
+) -> Iterator[Check]:
+    one_rank = Where(scope.device, attention, "loopback", 1)
+    of_ranks = [case for of_dtype in between.values() for case in of_dtype]
+    try:
+        (alone,) = _run(one_rank, [*cases, *of_ranks], scope)
+    except RankError as error:
+        yield _failed(one_rank, error)
+        return
+    for case, returned in zip(cases, alone, strict=False):
+        yield _judged(one_rank, case, [returned], None, scope.seed)
+    expected = dict(zip(((case.heads, case.name) for case in of_ranks), alone[len(cases) :], strict=True))
+    for transport in scope.transports:
+        where = replace(one_rank, transport=transport, ranks=scope.ranks)
+        for of_dtype in between.values():  # in processes of their own: no transport has to begin twice in one
+            try:
+                returned_by = _run(where, of_dtype, scope)
+            except RankError as error:
+                yield _failed(where, error)
+                continue
+            for i, case in enumerate(of_dtype):
+                of_case = [returned[i] for returned in returned_by]
+                yield _judged(where, case, of_case, expected[case.heads, case.name], scope.seed)
+
+
+def _run(where: Where, cases: Sequence[Case], scope: Scope) -> list[list[Returned]]:
+    """What each rank returned for each case.
+
+    Raises:
+        RankError: a rank failed.
+    """
+    module = results_of_rank.__module__
+    return start_ranks(results_of_rank, where, cases, scope.seed, scope.timeout, ranks=where.ranks, imports=[module])
+
+
+def _failed(where: Where, error: RankError) -> Check:
+    """The check whose ranks failed. What is refused before anything moves is not here; anything else is a fault."""
+    is_absent = error.mistake or error.exception in ("DeviceError", "OperatingSystemError")
+    return Check(where.name, "", None if is_absent else False, error.headline if error.expected else str(error))
+
+
+def _judged(where: Where, case: Case, of_ranks: list[Returned], alone: Returned | None, seed: int) -> Check:
+    """Compares what ranks returned with the reference and, bit by bit, with what one rank returned."""
+    place = f"{where.name}, {_NAMES_OF_DTYPES[case.heads.dtype]}"
+    problem = f"{_in_words(case.heads)}, {case.name}"
+    if refusal := next((one.refusal for one in of_ranks if one.refusal), ""):
+        return Check(place, problem, None, refusal)
+    layout = case.layout(where.ranks, seed)
+    runs = [_whole(case, layout, [one.runs[run] for one in of_ranks]) for run in range(len(of_ranks[0].runs))]
+    results = runs[0]
+    errors = _largest([_errors(case, run, seed) for run in (results, *runs[2:])])
+    wrong = [f"{one} has {error:.3g} times the error allowed" for one, error in errors.items() if not error <= 1]
+    if not all(_is_padding(case, layout, rank, run) for rank, one in enumerate(of_ranks) for run in one.runs):
+        wrong.append("padding rows have not out 0, lse -inf and gradients 0")
+    if where.attention != "flash":  # ATen's flash attention adds up in any order
+        if not all(np.array_equal(a, b) for one in of_ranks for a, b in zip(*one.runs[:2], strict=True)):
+            wrong.append("the second time other bits")
+        one_rank = None if alone is None else _whole(case, case.layout(1, seed), [alone.runs[0]])
+        if one_rank is not None and not all(map(torch.equal, results[:3], one_rank[:3])):
+            wrong.append("out, lse or dq have not the bits of one rank")
+    return Check(place, problem, not wrong, "; ".join(wrong), errors)
+
+
+def _in_words(heads: Heads) -> str:
+    dims = f"{heads.dim}" if heads.value_dim == heads.dim else f"{heads.dim}/{heads.value_dim}"
+    return f"{heads.q}:{heads.kv} heads of {dims}"
+
+
+def _whole(case: Case, layout: Layout, of_ranks: Sequence[Rows]) -> list[torch.Tensor]:
+    """The results of all rows of the problem, from those of each rank."""
+    whole = []
+    for i, one in enumerate(of_ranks[0]):
+        if i == NAMES.index("dsinks"):
+            whole.append(torch.stack([torch.from_numpy(rows[i]) for rows in of_ranks]).sum(0))
+            continue
+        total = torch.full((case.num_rows, *one.shape[1:]), math.nan)
+        for rank, of_rank in enumerate(of_ranks):
+            rows = rows_of_rank(case, layout, rank)
+            total[rows[rows >= 0]] = torch.from_numpy(of_rank[i])[rows >= 0]
+        whole.append(total)
+    return whole
+
+
+def _is_padding(case: Case, layout: Layout, rank: int, results: Rows) -> bool:
+    """Whether a rank's padding rows have out 0, lse -inf and gradients 0."""
+    is_padding = rows_of_rank(case, layout, rank) < 0
+    values = (0.0, -math.inf, 0.0, 0.0, 0.0)
+    return all(bool((torch.from_numpy(t)[is_padding] == x).all()) for t, x in zip(results, values, strict=False))
+
+
+def _errors(case: Case, results: Sequence[torch.Tensor], seed: int) -> dict[str, float]:
+    """The largest error of each result as a fraction of the allowed one; NaN where a result is NaN."""
+    inputs = random_inputs(case, seed)
+    right, attainable = exact(case, inputs), rounded(case, inputs)
+    errors = {}
+    for name, result, expected, best in zip(NAMES, results, right, attainable, strict=False):
+        assert expected is not None and best is not None
+        off, theirs = result.double() - expected, best.double() - expected
+        if name == "dsinks":  # a few sums over all rows, whose terms were rounded
+            rounding = 8 * _UNIT_ROUNDOFF[case.heads.dtype]
+            errors[name] = float((off.abs() / (rounding * (expected.abs() + 2))).max())
+            continue
+        dtype = torch.float32 if name == "lse" else case.heads.dtype
+        ulp = 2.0 ** (math.floor(math.log2(expected.abs().max().item())) - _MANTISSA_BITS[dtype])
+        more = LSE_UNITS * _UNIT_ROUNDOFF[case.heads.dtype] if name == "lse" else 0.0
+        rms = _rms(off) / (MOST_RMS * _rms(theirs) + _UNIT_ROUNDOFF[dtype] / 8 * _rms(expected) + more)
+        largest = off.abs().max().item() / (MOST_LARGEST * theirs.abs().max().item() + ulp + more)
+        errors[name] = max(rms, largest) if not math.isnan(largest) else math.nan
+    return errors
+
+
+def _largest(errors: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The largest error of each result; NaN counts as the largest."""
+    return {name: max((of[name] for of in errors), key=lambda x: (math.isnan(x), x)) for name in errors[0]}
+
+
+def _rms(x: torch.Tensor) -> float:
+    return x.square().mean().sqrt().item()

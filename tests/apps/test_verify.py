@@ -1,0 +1,248 @@
+"""`distca verify`: what it computes is right, what is wrong is noticed, and mistakes in its options are refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import distca
+from distca.apps import cli
+from distca.apps.verify.cases import Case, Inputs, all_features, all_shapes, between_ranks, random_inputs
+from distca.apps.verify.ranks import Returned, Where, results_of_rank
+from distca.apps.verify.reference import exact, rounded
+from distca.apps.verify.verify import NAMES, _failed, _judged
+from distca.connect.launch import RankError
+from support.batches import Batch
+from support.branches import Tree, attention_of_tree, own_rows
+from support.oracle import oracle
+from support.ranks import launch
+from support.score_features import eager_attention
+
+HEADS = distca.Heads(4, 2, 32, dtype=torch.bfloat16)
+RANKS = Where("cpu", "own", "shm", 3)
+ALONE = replace(RANKS, transport="loopback", ranks=1)
+
+
+def _batch(case: Case, inputs: Inputs) -> Batch:
+    return Batch(case.lengths, case.heads, *inputs[:4])
+
+
+@pytest.mark.parametrize("case", all_features(HEADS)[:-1], ids=lambda case: case.name)
+def test_the_reference_is_what_the_tests_own_oracles_compute(case: Case) -> None:
+    inputs = random_inputs(case, 1)
+    batch = _batch(case, inputs)
+    found = exact(case, inputs)
+    if case.branches:
+        own = [range(case.first_row(d), case.first_row(d) + n) for d, n in enumerate(case.lengths)]
+        tree = Tree([rows.stop for rows in own], own, dict(case.branches))
+        places = own_rows(Batch(tuple(tree.lengths), case.heads, *inputs[:4]), tree)
+        wide = [torch.zeros(sum(tree.lengths), *t.shape[1:], dtype=t.dtype) for t in inputs[:4]]
+        for one, rows in zip(wide, inputs[:4], strict=True):
+            one[places] = rows
+        right = attention_of_tree(Batch(tuple(tree.lengths), case.heads, *wide), tree, torch.float64)
+    elif case.softcap or case.has_sinks or case.has_dlse:
+        features = (case.softcap, inputs.sinks, case.scale, inputs.dlse, case.mask, case.window)
+        right = eager_attention(batch, torch.float64, *features)
+    else:
+        right = oracle(batch, case.scale, case.mask, case.window, case.bidirectional)
+    for name, a, b in zip(NAMES, found, right, strict=False):
+        assert torch.equal(a, b) or (a - b).abs().max() < 1e-9, name
+
+
+@pytest.mark.parametrize("case", all_features(replace(HEADS, dtype=torch.float32)), ids=lambda case: case.name)
+def test_where_nothing_is_rounded_both_references_are_the_same(case: Case) -> None:
+    inputs = random_inputs(case, 2)
+    for name, a, b in zip(NAMES, rounded(case, inputs), exact(case, inputs), strict=True):
+        if a is not None and b is not None:
+            assert (a - b).abs().max() < 3e-5 * max(1, b.abs().max()), name
+
+
+def test_dtypes_and_dimensions_of_heads_differ_and_names_do_not_repeat() -> None:
+    cases = [case for dtype in (torch.bfloat16, torch.float16) for case in all_shapes(dtype)]
+    assert {case.heads.dtype for case in cases} == {torch.bfloat16, torch.float16}
+    assert {case.heads.dim for case in cases} >= {80, 96, 128, 192, 256}
+    for of_heads in (all_features(HEADS), between_ranks(HEADS)):
+        assert len({case.name for case in of_heads}) == len(of_heads)
+
+
+# ---- what is wrong
+
+CASE = replace(between_ranks(HEADS)[4], lengths=(130, 1, 310, 64, 150, 7, 301, 65))
+
+
+@pytest.fixture(scope="module")
+def returned() -> tuple[list[Returned], Returned]:
+    """What three ranks and one rank return for CASE."""
+    (alone,) = launch(results_of_rank, ALONE, [CASE], 5, 60.0, ranks=1)
+    return [one[0] for one in launch(results_of_rank, RANKS, [CASE], 5, 60.0, ranks=3)], alone[0]
+
+
+def _next_bits(rows: np.ndarray) -> None:
+    rows.flat[3] = np.nextafter(rows.flat[3], np.float32(np.inf))
+
+
+def _padding(ranks: list[Returned]) -> tuple[Returned, int]:
+    for rank, one in enumerate(ranks):
+        at = 0
+        for document, begin, end in CASE.layout(3, 5).segments(rank):
+            if document < 0:
+                return one, at
+            at += end - begin
+    raise AssertionError("no rank has padding")
+
+
+def _swapped_rows(ranks: list[Returned], i: int) -> None:
+    for run in ranks[0].runs:
+        run[i][[3, 4]] = run[i][[4, 3]]
+
+
+def _less_of_one_row(ranks: list[Returned], i: int) -> None:
+    for run in ranks[1].runs:
+        sizes = np.abs(run[i]).reshape(len(run[i]), -1).max(1)
+        run[i][np.where(np.isfinite(sizes), sizes, 0).argmax()] *= np.float32(0.93)
+
+
+def _a_little_off(ranks: list[Returned], i: int) -> None:
+    for one in ranks:
+        for run in one.runs:
+            run[i] *= np.float32(1 + 2**-7)
+
+
+def _nan(ranks: list[Returned], i: int) -> None:
+    rank = next(rank for rank in range(3) if CASE.layout(3, 5).segments(rank)[0][0] >= 0)  # begins without padding
+    for run in ranks[rank].runs:
+        run[i].flat[1] = np.nan
+
+
+def _second_run(ranks: list[Returned], i: int) -> None:
+    _next_bits(ranks[0].runs[1][i])
+
+
+def _other_bits(ranks: list[Returned], i: int) -> None:
+    for run in ranks[0].runs:
+        _next_bits(run[i])
+
+
+def _padding_that_is_one(ranks: list[Returned], i: int) -> None:
+    one, at = _padding(ranks)
+    one.runs[0][i][at] = one.runs[1][i][at] = 1
+
+
+@pytest.mark.parametrize(
+    ("alter", "results", "said"),
+    [
+        (_swapped_rows, range(5), "times the error allowed"),
+        (_less_of_one_row, range(5), "times the error allowed"),
+        (_a_little_off, range(5), "times the error allowed"),
+        (_nan, range(5), "nan times the error allowed"),
+        (_second_run, range(6), "the second time other bits"),
+        (_other_bits, range(3), "out, lse or dq have not the bits of one rank"),
+        (_padding_that_is_one, range(5), "padding rows have not out 0, lse -inf and gradients 0"),
+    ],
+)
+def test_results_that_are_wrong_are_noticed(
+    returned: tuple[list[Returned], Returned],
+    alter: Callable[[list[Returned], int], None],
+    results: range,
+    said: str,
+) -> None:
+    ranks, alone = returned
+    right = _judged(RANKS, CASE, ranks, alone, 5)
+    assert right.passed and right.wrong == "" and set(right.errors) == set(NAMES)
+    for i in results:
+        altered = copy.deepcopy(ranks)
+        alter(altered, i)
+        found = _judged(RANKS, CASE, altered, alone, 5)
+        assert found.passed is False and said in found.wrong, (NAMES[i], found)
+
+
+def test_the_gradient_of_sinks_has_a_bound_too(returned: tuple[list[Returned], Returned]) -> None:
+    ranks, alone = copy.deepcopy(returned)
+    for run in ranks[0].runs:
+        run[5] *= np.float32(-1)
+    assert "dsinks" in _judged(RANKS, CASE, ranks, alone, 5).wrong
+
+
+def test_atens_flash_attention_may_add_in_any_order(returned: tuple[list[Returned], Returned]) -> None:
+    ranks, alone = copy.deepcopy(returned)
+    _second_run(ranks, 3)
+    _other_bits(ranks, 2)
+    assert _judged(replace(RANKS, device="cuda", attention="flash"), CASE, ranks, alone, 5).passed
+
+
+@pytest.mark.parametrize("alter", [_less_of_one_row, _nan, _padding_that_is_one])
+def test_a_backward_that_is_not_deterministic_has_to_be_right_too(
+    returned: tuple[list[Returned], Returned], alter: Callable[[list[Returned], int], None]
+) -> None:
+    where = replace(RANKS, device="cuda")
+    ranks, alone = copy.deepcopy(returned)
+    for one in ranks:
+        one.runs.append(copy.deepcopy(one.runs[0]))
+    _next_bits(ranks[0].runs[2][2])
+    assert _judged(where, CASE, ranks, alone, 5).passed
+    altered = copy.deepcopy(ranks)
+    alter(altered, 3)
+    for rank, one in enumerate(ranks):
+        one.runs[2] = altered[rank].runs[0]
+    assert not _judged(where, CASE, ranks, alone, 5).passed
+
+
+def test_what_is_refused_is_not_available_and_a_rank_that_dies_is_a_fault() -> None:
+    refused = _judged(ALONE, CASE, [Returned([], "no softcap")], None, 5)
+    assert refused.passed is None and refused.wrong == "no softcap"
+    missing = RankError(0, "rank 0: no peer access", exception="DeviceError", expected=True)
+    died = RankError(1, "rank 1 was ended by signal 11")
+    raised = RankError(1, "rank 1: other plans", exception="PlanMismatchError", expected=True)
+    assert [_failed(RANKS, error).passed for error in (missing, died, raised)] == [None, False, False]
+
+
+# ---- the command
+
+SMALL = ["verify", "--device", "cpu", "--q-heads", "3", "--kv-heads", "1", "--head-dim", "16", "--v-head-dim", "24"]
+
+
+def test_the_command_finds_this_machine_right_and_writes_what_it_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "found.json"
+    assert cli.main([*SMALL, "--dtype", "bf16", "--seed", "3", "--transports", "shm", "--json", str(file)]) == 0
+    head, alone, ranks, last = capsys.readouterr().out.splitlines()
+    assert head.startswith(f"distca {distca.__version__}, torch {torch.__version__}, ")
+    assert alone.startswith("ok cpu, bf16: 12 problems, errors up to 0.")
+    assert ranks.startswith("ok cpu, shm, 3 ranks, bf16: 7 problems, errors up to 0.")
+    assert last == "19 ok, 0 not available, 0 wrong"
+    content = json.loads(file.read_text())
+    assert len(content["checks"]) == 19 and content["seed"] == 3 and content["cpu_kernel"] == distca._C.cpu_isa()
+    assert all(check["passed"] and 0 < max(check["errors"].values()) < 1 for check in content["checks"])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--attention", "own"], "--attention is for --device cuda"),
+        (["--transports", "shm,cuda-ipc"], "--transports: 'cuda-ipc'; shm, torch are allowed here"),
+        (["--ranks", "1"], "--ranks is 1; 2 to 64 are allowed"),
+        (["--timeout", "nan"], "--timeout is nan"),
+        (["--timeout", "-1"], "--timeout is -1.0"),
+        (["--head-dim", "20"], "dim = 20"),
+        (["--kv-heads", "2"], "3 query heads and 2 key/value heads"),
+    ],
+)
+def test_mistakes_in_options_are_refused(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*SMALL, *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_dimensions_need_the_number_of_heads_and_a_gpu_has_to_be_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["verify", "--head-dim", "64"]) == 2
+    assert "need --q-heads" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        assert cli.main(["verify", "--device", "cuda"]) == 2
+        assert "PyTorch finds no GPU here" in capsys.readouterr().err

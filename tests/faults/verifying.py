@@ -1,0 +1,73 @@
+"""Faults in what `distca verify` computes and in how it judges."""
+
+from faults.fault import Fault
+
+CASES = "python/distca/apps/verify/cases.py"
+JUDGE = "python/distca/apps/verify/verify.py"
+REFERENCE = "python/distca/apps/verify/reference.py"
+RANKS = "python/distca/apps/verify/ranks.py"
+TESTS = ("tests/apps/test_verify.py",)
+
+FAULTS = [
+    Fault(
+        "verify: rows of a window see one key more",
+        CASES,
+        "(row - key < self.window)",
+        "(row - key <= self.window)",
+        TESTS,
+    ),
+    Fault(
+        "verify: an image's rows see each other beyond the window",
+        CASES,
+        "return seen if self.window is None else seen & (row - key < self.window)",
+        "return seen if self.window is None or self.bidirectional else seen & (row - key < self.window)",
+        TESTS,
+    ),
+    Fault(
+        "verify: a branch begins after its parent's own rows only",
+        CASES,
+        "return 0 if parent is None else self.first_row(parent) + self.lengths[parent]",
+        "return 0 if parent is None else self.lengths[parent] - 1",
+        TESTS,
+    ),
+    Fault("verify: errors of nothing but the mean count", JUDGE, "max(rms, largest)", "rms", TESTS),
+    Fault("verify: errors of nothing but the largest count", JUDGE, "max(rms, largest)", "largest", TESTS),
+    Fault("verify: NaN is no error", JUDGE, "if not error <= 1]", "if error > 1]", TESTS),
+    Fault(
+        "verify: padding is not looked at",
+        JUDGE,
+        "for rank, one in enumerate(of_ranks) for run in one.runs)",
+        "for rank, one in enumerate(of_ranks) for run in one.runs[2:])",
+        TESTS,
+    ),
+    Fault(
+        "verify: bits of ranks are not those of one rank",
+        JUDGE,
+        "not all(map(torch.equal, results[:3], one_rank[:3]))",
+        "not all(map(torch.equal, results[:2], one_rank[:2]))",
+        TESTS,
+    ),
+    Fault(
+        "verify: the backward that is not deterministic is not looked at",
+        JUDGE,
+        "for run in (results, *runs[2:])",
+        "for run in (results,)",
+        TESTS,
+    ),
+    Fault("verify: a rank that raises is not available", JUDGE, "None if is_absent else False", "None", TESTS),
+    Fault(
+        "verify: the reference has no gradient of lse",
+        REFERENCE,
+        "dlse = torch.zeros_like(lse) if inputs.dlse is None else inputs.dlse.double()",
+        "dlse = torch.zeros_like(lse)",
+        TESTS,
+    ),
+    Fault(
+        "verify: sinks have no part in the rounded reference",
+        REFERENCE,
+        "total = total + torch.exp(inputs.sinks[:, None, None] - largest)",
+        "pass",
+        TESTS,
+    ),
+    Fault("verify: padding is zero in the inputs", RANKS, "chosen[rows < 0] = torch.nan", "pass", TESTS),
+]
