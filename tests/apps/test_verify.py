@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 import distca
 from distca.apps import cli
+from distca.apps.verify import ranks as side_of_a_rank
 from distca.apps.verify.cases import Case, Inputs, all_features, all_shapes, between_ranks, random_inputs
 from distca.apps.verify.ranks import Returned, Where, results_of_rank
 from distca.apps.verify.reference import exact, rounded
@@ -109,6 +111,11 @@ def _less_of_one_row(ranks: list[Returned], i: int) -> None:
         run[i][np.where(np.isfinite(sizes), sizes, 0).argmax()] *= np.float32(0.93)
 
 
+def _one_element(ranks: list[Returned], i: int) -> None:
+    for run in ranks[0].runs:
+        run[i].flat[3] += np.float32(0.1)
+
+
 def _a_little_off(ranks: list[Returned], i: int) -> None:
     for one in ranks:
         for run in one.runs:
@@ -140,6 +147,7 @@ def _padding_that_is_one(ranks: list[Returned], i: int) -> None:
     [
         (_swapped_rows, range(5), "times the error allowed"),
         (_less_of_one_row, range(5), "times the error allowed"),
+        (_one_element, range(5), "times the error allowed"),
         (_a_little_off, range(5), "times the error allowed"),
         (_nan, range(5), "nan times the error allowed"),
         (_second_run, range(6), "the second time other bits"),
@@ -201,6 +209,27 @@ def test_what_is_refused_is_not_available_and_a_rank_that_dies_is_a_fault() -> N
     died = RankError(1, "rank 1 was ended by signal 11")
     raised = RankError(1, "rank 1: other plans", exception="PlanMismatchError", expected=True)
     assert [_failed(RANKS, error).passed for error in (missing, died, raised)] == [None, False, False]
+
+
+def test_the_rows_of_padding_are_nan_in_every_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[torch.Tensor] = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, ...]:
+        given.extend(t.detach() for t in (q, k, v))
+        out = torch.zeros(len(q), CASE.heads.q, CASE.heads.value_dim, requires_grad=True)
+        lse = torch.zeros(len(q), CASE.heads.q, requires_grad=True)
+        for t in (out, lse):
+            t.register_hook(given.append)
+        return out * 1, lse * 1
+
+    monkeypatch.setattr(side_of_a_rank, "core_attention", attend)
+    plan = CASE.plan(3, 5)
+    rank = next(rank for rank in range(3) if any(d < 0 for d, _, _ in plan.layout.segments(rank)))
+    side_of_a_rank._step(CASE, plan, SimpleNamespace(rank=rank, device="cpu"), 5, True)
+    is_padding = side_of_a_rank.rows_of_rank(CASE, plan.layout, rank) < 0
+    assert len(given) == 5 and is_padding.any()
+    for tensor in given:
+        assert tensor[is_padding].isnan().all() and not tensor[~is_padding].isnan().any()
 
 
 # ---- the command
