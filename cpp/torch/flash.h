@@ -54,14 +54,14 @@ void add_sinks(const Tensor& out, const Tensor& lse, const Tensor& sinks);
 /// The same rows. They are copied where the kernels of a GPU could not load 16 bytes of them at once.
 Tensor aligned_rows(const Tensor& t);
 
-/// The operators of that name, with their checks.
+/// distca.attention and its backward, computed so, with their checks. Forward always is deterministic. Backward is
+/// where torch.use_deterministic_algorithms is on; ATen's kernels ask for that themselves.
 std::tuple<Tensor, Tensor> attention_by_flash(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& tasks,
-                                              std::optional<Tensor> sinks, std::optional<double> scale, double softcap,
-                                              bool deterministic);
+                                              const std::optional<Tensor>& sinks, const LocalOptions& options);
 std::tuple<Tensor, Tensor, Tensor> attention_by_flash_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
                                                                const Tensor& v, const Tensor& out, const Tensor& lse,
-                                                               const Tensor& tasks, std::optional<Tensor> sinks,
-                                                               std::optional<double> scale, double softcap,
-                                                               bool deterministic, std::optional<Tensor> dlse);
+                                                               const Tensor& tasks, const std::optional<Tensor>& sinks,
+                                                               const LocalOptions& options,
+                                                               const std::optional<Tensor>& dlse);
 
 }  // namespace distca::ops

@@ -19,41 +19,39 @@ struct Checked {
 };
 
 Checked check(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& tasks,
-              const std::optional<Tensor>& sinks, std::optional<double> scale, double softcap) {
+              const std::optional<Tensor>& sinks, const LocalOptions& options) {
   Checked c;
   c.heads = heads_of(q, k, v);
-  check_flash(q, c.heads, checked_softcap(softcap));
+  check_flash(q, c.heads, checked_softcap(options.softcap));
   if (sinks.has_value()) {
     check_sinks(*sinks, c.heads);
     check_device_of(q, *sinks, "sinks");
   }
-  read_tasks(c.tasks, tasks, q.size(0), k.size(0));
-  c.options = {Mask{}, scale_or_default(scale, c.heads)};
+  read_tasks(c.tasks, tasks, q.size(0), k.size(0), options.mask.kind);
+  c.options = {options.mask, scale_or_default(options.scale, c.heads)};
   return c;
 }
 
 }  // namespace
 
 std::tuple<Tensor, Tensor> attention_by_flash(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& tasks,
-                                              std::optional<Tensor> sinks, std::optional<double> scale, double softcap,
-                                              bool /*deterministic: forward always is*/) {
+                                              const std::optional<Tensor>& sinks, const LocalOptions& options) {
   return guarded([&] {
-    const Checked c = check(q, k, v, tasks, sinks, scale, softcap);
+    const Checked c = check(q, k, v, tasks, sinks, options);
     const auto results = flash_forward(q, k, v, c.tasks, c.options);
     if (sinks.has_value()) add_sinks(std::get<0>(results), std::get<1>(results), *sinks);
     return results;
   });
 }
 
-/// Results are deterministic where torch.use_deterministic_algorithms is on; ATen's kernels ask for that themselves.
 std::tuple<Tensor, Tensor, Tensor> attention_by_flash_backward(const Tensor& dout_any, const Tensor& q, const Tensor& k,
                                                                const Tensor& v, const Tensor& out, const Tensor& lse,
-                                                               const Tensor& tasks, std::optional<Tensor> sinks,
-                                                               std::optional<double> scale, double softcap,
-                                                               bool /*deterministic*/, std::optional<Tensor> dlse) {
+                                                               const Tensor& tasks, const std::optional<Tensor>& sinks,
+                                                               const LocalOptions& options,
+                                                               const std::optional<Tensor>& dlse) {
   return guarded([&] {
     taken_gradient_of_lse(false, dlse);
-    const Checked c = check(q, k, v, tasks, sinks, scale, softcap);
+    const Checked c = check(q, k, v, tasks, sinks, options);
     const Tensor dout = with_dense_rows(dout_any);
     check_like_out(dout, "dout", c.heads, q.size(0));
     check_like_out(out, "out", c.heads, q.size(0));
@@ -67,6 +65,22 @@ std::tuple<Tensor, Tensor, Tensor> attention_by_flash_backward(const Tensor& dou
 }
 
 namespace {
+
+std::tuple<Tensor, Tensor> by_flash(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& tasks,
+                                    std::optional<Tensor> sinks, std::optional<double> scale, double softcap,
+                                    bool deterministic, StringHandle mask, std::optional<int64_t> window) {
+  const LocalOptions options = local_options(scale, softcap, deterministic, mask, window);
+  return attention_by_flash(q, k, v, tasks, sinks, options);
+}
+std::tuple<Tensor, Tensor, Tensor> by_flash_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
+                                                     const Tensor& v, const Tensor& out, const Tensor& lse,
+                                                     const Tensor& tasks, std::optional<Tensor> sinks,
+                                                     std::optional<double> scale, double softcap, bool deterministic,
+                                                     std::optional<Tensor> dlse, StringHandle mask,
+                                                     std::optional<int64_t> window) {
+  const LocalOptions options = local_options(scale, softcap, deterministic, mask, window);
+  return attention_by_flash_backward(dout, q, k, v, out, lse, tasks, sinks, options, dlse);
+}
 
 /// The gradient of sinks, as on the CPU but for the order of the sum over rows.
 Tensor sink_gradient_by_aten(const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& sinks,
@@ -89,18 +103,18 @@ Tensor sink_gradient_by_aten(const Tensor& dout, const Tensor& out, const Tensor
 STABLE_TORCH_LIBRARY_FRAGMENT(distca, m) {
   m.def(
       "attention_by_flash(Tensor q, Tensor k, Tensor v, Tensor tasks, Tensor? sinks=None, *, float? scale=None, "
-      "float softcap=0., bool deterministic=False) -> (Tensor out, Tensor lse)");
+      "float softcap=0., bool deterministic=False, str mask='causal', int? window=None) -> (Tensor out, Tensor lse)");
   m.def(
       "attention_by_flash_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor tasks, "
-      "Tensor? sinks=None, *, float? scale=None, float softcap=0., bool deterministic=False, Tensor? dlse=None) -> "
-      "(Tensor dq, Tensor dk, Tensor dv)");
+      "Tensor? sinks=None, *, float? scale=None, float softcap=0., bool deterministic=False, Tensor? dlse=None, "
+      "str mask='causal', int? window=None) -> (Tensor dq, Tensor dk, Tensor dv)");
   m.def("sink_gradient_by_aten(Tensor dout, Tensor out, Tensor lse, Tensor sinks, Tensor? dlse=None) -> Tensor");
 }
 
 // These run on every device that has ATen's operator.
 STABLE_TORCH_LIBRARY_IMPL(distca, CompositeExplicitAutograd, m) {
-  m.impl("attention_by_flash", TORCH_BOX(&attention_by_flash));
-  m.impl("attention_by_flash_backward", TORCH_BOX(&attention_by_flash_backward));
+  m.impl("attention_by_flash", TORCH_BOX(&by_flash));
+  m.impl("attention_by_flash_backward", TORCH_BOX(&by_flash_backward));
   m.impl("sink_gradient_by_aten", TORCH_BOX(&sink_gradient_by_aten));
 }
 

@@ -1,7 +1,8 @@
 // torch.ops.distca.attention and its backward: the fused kernel over a table of tasks, in this process's tensors alone.
 //
 // `tasks` is an int64 CPU tensor [N, 4]: (q_begin, q_end, kv_begin, kv_end), rows of q and of k/v. A document starts at
-// kv_begin. The queries are its last q_end - q_begin rows up to kv_end (causal, aligned at the end).
+// kv_begin. The queries are its last q_end - q_begin rows up to kv_end (causal, aligned at the end; with a window, each
+// sees so many keys up to its own). With the full mask each query sees all keys of its task.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -94,8 +95,8 @@ void group_tasks(Workspace& w, int64_t kv_heads, const RowView& k, const RowView
       g.kv_end = t.kv_rows();
       attention::Task task;
       task.group = static_cast<int64_t>(w.groups.size());
-      task.q_begin = t.first_row();
-      task.q_end = g.kv_end;
+      task.q_begin = t.first_row;
+      task.q_end = t.first_row + t.q_rows();
       w.tasks.push_back(task);
     }
     g.task_end = static_cast<int64_t>(i);
@@ -110,6 +111,10 @@ void group_tasks(Workspace& w, int64_t kv_heads, const RowView& k, const RowView
     g.blocks = std::span(w.blocks).first(static_cast<size_t>(ceil_div(g.kv_end, kKeyBlockRows)));
 }
 
+attention::Scores scores_of(const LocalOptions& options, const HeadShape& heads) {
+  return {options.mask, scale_or_default(options.scale, heads), checked_softcap(options.softcap)};
+}
+
 int64_t covered_rows(const Workspace& w) {
   int64_t rows = 0;
   for (const LocalTask& t : w.sorted) rows += t.q_rows();
@@ -117,13 +122,13 @@ int64_t covered_rows(const Workspace& w) {
 }
 
 std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& tasks,
-                                             const std::optional<Tensor>& sinks, std::optional<double> scale,
-                                             double softcap, bool deterministic, Workspace& w) {
+                                             const std::optional<Tensor>& sinks, const LocalOptions& options,
+                                             Workspace& w) {
   return guarded([&] {
     const HeadShape heads = heads_of(q, k, v);
-    const attention::Scores scores{Mask{}, scale_or_default(scale, heads), checked_softcap(softcap)};
+    const attention::Scores scores = scores_of(options, heads);
     const float* const sink_values = sinks_of(sinks, q, heads);
-    read_tasks(w.sorted, tasks, q.size(0), k.size(0));
+    read_tasks(w.sorted, tasks, q.size(0), k.size(0), options.mask.kind);
     group_tasks(w, heads.kv_heads, rows_of(k, "k"), rows_of(v, "v"));
     Tensor out = empty_rows(q, q.size(0), heads.q_heads, heads.v_dim);
     Tensor lse = empty_scalars(q, q.size(0), heads.q_heads);
@@ -137,7 +142,7 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
       w.tasks[i].out = rows_of(out, "out").from_row(row);
       w.tasks[i].lse = scalars_of(lse, "lse").from_row(row);
     }
-    w.backend->forward({heads, {&scores, 1}, w.groups, w.tasks, deterministic}, torch_threads());
+    w.backend->forward({heads, {&scores, 1}, w.groups, w.tasks, options.deterministic}, torch_threads());
     if (sink_values != nullptr) {
       w.backend->add_sinks(heads, q.size(0), rows_of(out, "out"), scalars_of(lse, "lse"), sink_values, torch_threads());
     }
@@ -148,11 +153,11 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
 std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout_any, const Tensor& q, const Tensor& k,
                                                       const Tensor& v, const Tensor& out, const Tensor& lse,
                                                       const Tensor& tasks, const std::optional<Tensor>& sinks,
-                                                      std::optional<double> scale, double softcap, bool deterministic,
-                                                      const std::optional<Tensor>& dlse, Workspace& w) {
+                                                      const LocalOptions& options, const std::optional<Tensor>& dlse,
+                                                      Workspace& w) {
   return guarded([&] {
     const HeadShape heads = heads_of(q, k, v);
-    const attention::Scores scores{Mask{}, scale_or_default(scale, heads), checked_softcap(softcap)};
+    const attention::Scores scores = scores_of(options, heads);
     sinks_of(sinks, q, heads);  // they are in lse; here they are only checked
     const int64_t rows = q.size(0);
     const Tensor dout = with_dense_rows(dout_any);
@@ -164,7 +169,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout_any, co
     check_device_of(q, lse, "lse");
     require(lse.size(0) == rows && lse.size(1) == heads.q_heads, "lse has shape ", shape_of(lse), "; [", rows, ", ",
             heads.q_heads, "] is expected");
-    read_tasks(w.sorted, tasks, rows, k.size(0));
+    read_tasks(w.sorted, tasks, rows, k.size(0), options.mask.kind);
     group_tasks(w, heads.kv_heads, rows_of(k, "k"), rows_of(v, "v"));
     Tensor dq = empty_rows(q, rows, heads.q_heads, heads.dim);
     Tensor dk = empty_rows(k, k.size(0), heads.kv_heads, heads.dim);
@@ -196,7 +201,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout_any, co
       w.grads.push_back({0, g.kv_end, heads.dtype, rows_of(dk, "dk").from_row(row), rows_of(dv, "dv").from_row(row)});
       g.grads = std::span(w.grads).last(1);
     }
-    w.backend->backward({heads, {&scores, 1}, w.groups, w.tasks, deterministic}, torch_threads());
+    w.backend->backward({heads, {&scores, 1}, w.groups, w.tasks, options.deterministic}, torch_threads());
     return std::tuple{dq, dk, dv};
   });
 }
@@ -208,37 +213,42 @@ Workspace& cpu_workspace(const Tensor& q, const Tensor& k, const Tensor& v, doub
 
 std::tuple<Tensor, Tensor> cpu_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& tasks,
                                        std::optional<Tensor> sinks, std::optional<double> scale, double softcap,
-                                       bool deterministic, std::optional<StringHandle> attention) {
-  Workspace& w = cpu_workspace(q, k, v, softcap, attention);
-  return attention_forward(q, k, v, tasks, sinks, scale, softcap, deterministic, w);
+                                       bool deterministic, std::optional<StringHandle> attention, StringHandle mask,
+                                       std::optional<int64_t> window) {
+  const LocalOptions options = local_options(scale, softcap, deterministic, mask, window);
+  return attention_forward(q, k, v, tasks, sinks, options, cpu_workspace(q, k, v, softcap, attention));
 }
 std::tuple<Tensor, Tensor, Tensor> cpu_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                                                 const Tensor& out, const Tensor& lse, const Tensor& tasks,
                                                 std::optional<Tensor> sinks, std::optional<double> scale,
                                                 double softcap, bool deterministic,
-                                                std::optional<StringHandle> attention, std::optional<Tensor> dlse) {
+                                                std::optional<StringHandle> attention, std::optional<Tensor> dlse,
+                                                StringHandle mask, std::optional<int64_t> window) {
+  const LocalOptions options = local_options(scale, softcap, deterministic, mask, window);
   Workspace& w = cpu_workspace(q, k, v, softcap, attention);
-  return attention_backward(dout, q, k, v, out, lse, tasks, sinks, scale, softcap, deterministic, dlse, w);
+  return attention_backward(dout, q, k, v, out, lse, tasks, sinks, options, dlse, w);
 }
 
 std::tuple<Tensor, Tensor> gpu_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& tasks,
                                        std::optional<Tensor> sinks, std::optional<double> scale, double softcap,
-                                       bool deterministic, std::optional<StringHandle> attention) {
+                                       bool deterministic, std::optional<StringHandle> attention, StringHandle mask,
+                                       std::optional<int64_t> window) {
+  const LocalOptions options = local_options(scale, softcap, deterministic, mask, window);
   Workspace* const w = gpu_workspace(q, k, v, softcap, attention);
-  if (w == nullptr) return attention_by_flash(q, k, v, tasks, sinks, scale, softcap, deterministic);
-  return attention_forward(aligned_rows(q), aligned_rows(k), aligned_rows(v), tasks, sinks, scale, softcap,
-                           deterministic, *w);
+  if (w == nullptr) return attention_by_flash(q, k, v, tasks, sinks, options);
+  return attention_forward(aligned_rows(q), aligned_rows(k), aligned_rows(v), tasks, sinks, options, *w);
 }
 std::tuple<Tensor, Tensor, Tensor> gpu_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                                                 const Tensor& out, const Tensor& lse, const Tensor& tasks,
                                                 std::optional<Tensor> sinks, std::optional<double> scale,
                                                 double softcap, bool deterministic,
-                                                std::optional<StringHandle> attention, std::optional<Tensor> dlse) {
+                                                std::optional<StringHandle> attention, std::optional<Tensor> dlse,
+                                                StringHandle mask, std::optional<int64_t> window) {
+  const LocalOptions options = local_options(scale, softcap, deterministic, mask, window);
   Workspace* const w = gpu_workspace(q, k, v, softcap, attention);
-  if (w == nullptr)
-    return attention_by_flash_backward(dout, q, k, v, out, lse, tasks, sinks, scale, softcap, deterministic, dlse);
+  if (w == nullptr) return attention_by_flash_backward(dout, q, k, v, out, lse, tasks, sinks, options, dlse);
   return attention_backward(aligned_rows(with_dense_rows(dout)), aligned_rows(q), aligned_rows(k), aligned_rows(v), out,
-                            lse, tasks, sinks, scale, softcap, deterministic, dlse, *w);
+                            lse, tasks, sinks, options, dlse, *w);
 }
 
 /// The gradient of sinks, for core_attention as for attention: all that it needs lies at home.
@@ -266,11 +276,13 @@ Tensor sink_gradient(const Tensor& dout_any, const Tensor& out, const Tensor& ls
 STABLE_TORCH_LIBRARY_FRAGMENT(distca, m) {
   m.def(
       "attention(Tensor q, Tensor k, Tensor v, Tensor tasks, Tensor? sinks=None, *, float? scale=None, "
-      "float softcap=0., bool deterministic=False, str? attention=None) -> (Tensor out, Tensor lse)");
+      "float softcap=0., bool deterministic=False, str? attention=None, str mask='causal', int? window=None) -> "
+      "(Tensor out, Tensor lse)");
   m.def(
       "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor tasks, "
       "Tensor? sinks=None, *, float? scale=None, float softcap=0., bool deterministic=False, "
-      "str? attention=None, Tensor? dlse=None) -> (Tensor dq, Tensor dk, Tensor dv)");
+      "str? attention=None, Tensor? dlse=None, str mask='causal', int? window=None) -> "
+      "(Tensor dq, Tensor dk, Tensor dv)");
   m.def("sink_gradient(Tensor dout, Tensor out, Tensor lse, Tensor sinks, Tensor? dlse=None) -> Tensor");
 }
 

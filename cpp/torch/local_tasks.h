@@ -1,9 +1,12 @@
-// The tasks of torch.ops.distca.attention, over rows of q, k and v in this process's tensors.
+// The tasks and options of torch.ops.distca.attention, over rows of q, k and v in this process's tensors.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
+#include "common/mask.h"
+#include "torch/memory.h"
 #include "torch/tensors.h"
 
 namespace distca::ops {
@@ -12,14 +15,28 @@ namespace distca::ops {
 /// of these rows.
 struct LocalTask {
   int64_t q_begin, q_end, kv_begin, kv_end;
+  int64_t first_row = 0;  // the first query's row in the document; read_tasks sets it
 
   int64_t q_rows() const { return q_end - q_begin; }
   int64_t kv_rows() const { return kv_end - kv_begin; }
-  int64_t first_row() const { return kv_rows() - q_rows(); }  // the first query's row in the document
 };
 
-/// Reads tasks from an int64 CPU tensor [N, 4] and sorts them by (kv_begin, first row). Throws InvalidArgumentError if
-/// documents, tasks of one document, or query rows overlap.
-void read_tasks(std::vector<LocalTask>& sorted, const Tensor& tasks, int64_t q_rows, int64_t kv_rows);
+/// What the operators are asked for, besides tensors and who computes.
+struct LocalOptions {
+  Mask mask;
+  std::optional<double> scale;
+  double softcap = 0.0;
+  bool deterministic = false;
+};
+
+/// The options of an operator's arguments. Throws InvalidArgumentError if there is no such mask.
+LocalOptions local_options(std::optional<double> scale, double softcap, bool deterministic, StringHandle mask,
+                           std::optional<int64_t> window);
+
+/// Reads tasks from an int64 CPU tensor [N, 4] and sorts them by document and first row. With a causal mask the queries
+/// of a task are the last rows before kv_end. With the full mask they are any rows: those of a document's tasks count
+/// from 0 on. Throws InvalidArgumentError if documents, tasks of one document, or query rows overlap, if a document has
+/// more queries than keys, or if, with the full mask, tasks of one document have different keys.
+void read_tasks(std::vector<LocalTask>& sorted, const Tensor& tasks, int64_t q_rows, int64_t kv_rows, MaskKind mask);
 
 }  // namespace distca::ops

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch._higher_order_ops.effects import _EffectType as EffectType
 
+from distca.arguments import is_whole
 from distca.caller import Caller, is_deterministic
 from distca.context import Context, collective
 from distca.errors import InvalidArgumentError, refusals_told, typed_errors
@@ -124,6 +125,8 @@ def attention(
     tasks: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     *,
+    mask: str = "causal",
+    window: int | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     attention: str | None = None,
@@ -141,9 +144,13 @@ def attention(
         k: ``[Tk, Hkv, D]``, same dtype.
         v: ``[Tk, Hkv, Dv]``, same dtype.
         tasks: int64 CPU tensor ``[N, 4]`` with rows ``(q_begin, q_end, kv_begin, kv_end)``. A document starts at row
-            ``kv_begin`` of the keys. The queries are its last ``q_end - q_begin`` rows before ``kv_end`` (causal,
-            aligned at the end). The default is one causal document of all rows.
+            ``kv_begin`` of the keys. With a causal mask the queries are its last ``q_end - q_begin`` rows before
+            ``kv_end``, aligned at the end. With the full mask they see all keys ``[kv_begin, kv_end)``, which are the
+            same ones for all tasks of a document. A document has at least as many keys as queries. The default is one
+            document of all rows.
         sinks: ``[H]``, one more logit for every row of a head, with a value of zero (gpt-oss). It counts in lse.
+        mask: ``"causal"`` or ``"full"``.
+        window: with the causal mask, how many keys a row sees: its own and the ``window - 1`` before it.
         scale: factor on the logits; ``D ** -0.5`` by default.
         softcap: if positive, logits become ``softcap * tanh(scale * q k^T / softcap)`` (Gemma 2).
         attention: what computes on a GPU: ``"own"``, ``"flash"`` or ``"auto"``, as in `distca.init`.
@@ -159,6 +166,10 @@ def attention(
     q, k, v = as_autocast(q, k, v)
     if not torch.compiler.is_compiling():  # a number may be symbolic there
         scale, softcap = as_numbers(scale, softcap)
+        if mask not in ("causal", "full"):
+            raise InvalidArgumentError(f'attention: mask = {mask!r}; "causal" and "full" are allowed')
+        if not (window is None or is_whole(window, 1)):
+            raise InvalidArgumentError(f"attention: window = {window!r}; a positive number of keys or None is expected")
     if tasks is None:
         rows = [[0, q.shape[0], 0, k.shape[0]]] if q.shape[0] > 0 else []
         tasks = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 4)
@@ -175,6 +186,8 @@ def attention(
             softcap=softcap,
             deterministic=is_deterministic(False),
             attention=attention,
+            mask=mask,
+            window=window,
         )
 
 

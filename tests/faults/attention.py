@@ -25,6 +25,28 @@ TILES_TEST = "tests/attention/test_tiles.py"
 FAULTS = [
     # ---- the kernel
     Fault(
+        "a local task's queries begin again at row 0 under the full mask",
+        "cpp/torch/local_tasks.cpp",
+        "t.first_row = before.first_row + before.q_rows();",
+        "t.first_row = 0;",
+        ("tests/attention/test_local_masks.py",),
+    ),
+    Fault(
+        "tasks of a document may have different keys under the full mask",
+        "cpp/torch/local_tasks.cpp",
+        "require(before.kv_end == t.kv_end,",
+        "require(true,",
+        ("tests/attention/test_local_masks.py",),
+    ),
+    Fault(
+        "backward of local attention has no window",
+        "cpp/torch/local_attention.cpp",
+        "return attention_backward(dout, q, k, v, out, lse, tasks, sinks, options, dlse, w);",
+        "LocalOptions wide = options;\n  wide.mask.window = 0;\n"
+        "  return attention_backward(dout, q, k, v, out, lse, tasks, sinks, wide, dlse, w);",
+        ("tests/attention/test_local_masks.py",),
+    ),
+    Fault(
         "softmax leaves out keys that the last rows of a vector see",
         SOFTMAX,
         "in_tile((int64_t{seen.upto[lane + kWidth - 1]} + kSums - 1)",

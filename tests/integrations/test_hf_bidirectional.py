@@ -31,6 +31,8 @@ VISION = {"image_size": 16, "patch_size": 8, "hidden_size": 16, "intermediate_si
 VISION |= {"num_attention_heads": 2}
 GEMMA4 = {"global_head_dim": 8, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
 GEMMA4 |= {"use_bidirectional_attention": "vision"}
+GEMMA4_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "position_embedding_size": 64}
+GEMMA4_VISION |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
 
 
 class Kind(NamedTuple):
@@ -69,7 +71,7 @@ KINDS = {
     ),
     "gemma4": Kind(
         "Gemma4ForConditionalGeneration",
-        {"text_config": TEXT | OF_BOTH_KINDS | GEMMA4, "vision_config": {}, "audio_config": None},
+        {"text_config": TEXT | OF_BOTH_KINDS | GEMMA4, "vision_config": GEMMA4_VISION, "audio_config": None},
         "mm_token_type_ids",
         (1, 0),
         IMAGES,

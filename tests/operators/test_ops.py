@@ -70,6 +70,8 @@ def test_attention_passes_opcheck(heads: distca.Heads) -> None:
     _opcheck(operator, _inputs(heads, grad=False), (tasks,), {"scale": 0.25})
     sinks = torch.tensor([0.5, -1.0, 0.0, 2.0])
     _opcheck(operator, _inputs(heads, grad=False), (tasks, sinks), {"softcap": 4.0})
+    _opcheck(operator, _inputs(heads, grad=False), (tasks,), {"window": 9})
+    torch.library.opcheck(operator, (*_inputs(heads, grad=False), tasks), {"mask": "full"})
     fused = torch.zeros(104, heads.q + 2, heads.dim + 3, dtype=heads.dtype)[:, :, : heads.dim]
     _opcheck(operator, (fused[:, : heads.q], fused[:, -2:-1], fused[:, -1:]), (tasks,), {})
 
