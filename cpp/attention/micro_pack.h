@@ -261,19 +261,34 @@ void transpose_rows(int64_t rows, int64_t words, int sign, const float* panels, 
   }
 }
 
+/// Stores rows of one dtype. It is compiled for each dtype, because then no vector asks for it.
+template <DType kType>
+DISTCA_INLINE void store_rows_as(int64_t rows, int64_t dim, float factor, const float* divisor, Panels src,
+                                 std::byte* dst, int64_t dst_stride) {
+  constexpr int64_t kBytes = kType == DType::kFloat32 ? 4 : 2;
+  for (int64_t i = 0; i < rows; ++i, dst += dst_stride) {
+    const bool is_zero = divisor != nullptr && divisor[i] == 0.f;
+    const bool is_quotient = divisor != nullptr && kType == DType::kFloat32;
+    const Floats by = broadcast(divisor == nullptr ? factor : is_quotient ? divisor[i] : factor / divisor[i]);
+    const auto result = [&](int64_t column) {
+      const Floats x = load(panel_at(src, i, column));
+      const Floats y = is_quotient ? x / by * factor : x * by;
+      return is_zero ? Floats{} : y;
+    };
+    int64_t j = 0;
+    for (; j + kWidth <= dim; j += kWidth) store_elements(kType, result(j), dst + j * kBytes, kWidth);
+    if (j < dim) store_elements(kType, result(j), dst + j * kBytes, dim - j);
+  }
+}
+
 void store_rows(DType dtype, int64_t rows, int64_t dim, float factor, const float* divisor, Panels src, std::byte* dst,
                 int64_t dst_stride) {
-  const int64_t bytes = dtype == DType::kFloat32 ? 4 : 2;
-  for (int64_t i = 0; i < rows; ++i, dst += dst_stride) {
-    const float by = divisor == nullptr ? factor : factor / divisor[i];
-    const bool is_zero = divisor != nullptr && divisor[i] == 0.f;
-    const bool is_quotient = divisor != nullptr && dtype == DType::kFloat32;
-    for (int64_t j = 0; j < dim; j += kWidth) {
-      const Floats x = load(panel_at(src, i, j));
-      const Floats y = is_quotient ? x / divisor[i] * factor : x * by;
-      store_elements(dtype, is_zero ? Floats{} : y, dst + j * bytes, dim - j);
-    }
-  }
+  if (dtype == DType::kFloat32)
+    store_rows_as<DType::kFloat32>(rows, dim, factor, divisor, src, dst, dst_stride);
+  else if (dtype == DType::kBFloat16)
+    store_rows_as<DType::kBFloat16>(rows, dim, factor, divisor, src, dst, dst_stride);
+  else
+    store_rows_as<DType::kFloat16>(rows, dim, factor, divisor, src, dst, dst_stride);
 }
 
 void store_row_sums(DType dtype, int64_t rows, int64_t dim, float factor, const float* divisor, const float* sums,

@@ -7,8 +7,11 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <cstdlib>
 #include <limits>
 #include <map>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -45,10 +48,32 @@ std::string chosen_for(const Tensor& q, const Tensor& k, const Tensor& v, std::o
                                    heads_of(q, k, v));
 }
 
+/// A thread's workspaces, by device and choice. They go with the thread, but for those of a GPU while the process ends.
+/// PyTorch joins the threads of its backward only then, when CUDA, or a profiler that listens to it, may be gone
+/// already.
+class ThreadWorkspaces {
+ public:
+  ~ThreadWorkspaces() {
+    if (process_is_ending) instances_.release();
+  }
+  Workspace& at(const std::string& device, const std::string& chosen) {
+    if (device != "cpu" && !std::exchange(is_watching_, true)) std::atexit([] { process_is_ending = true; });
+    return (*instances_)[{device, chosen}];
+  }
+
+ private:
+  using Instances = std::map<std::pair<std::string, std::string>, Workspace>;
+  static inline std::atomic<bool> process_is_ending{false};
+  std::unique_ptr<Instances> instances_ = std::make_unique<Instances>();
+  /// Whether this thread has told the process to say when it ends. What is told last is heard first: before PyTorch's
+  /// engine, which is older than its threads, joins them.
+  bool is_watching_ = false;
+};
+
 Workspace& workspace(const Tensor& like, const std::string& chosen) {
-  thread_local std::map<std::pair<std::string, std::string>, Workspace> instances;
+  thread_local ThreadWorkspaces workspaces;
   const std::string device = device_name(like);
-  Workspace& w = instances[{device, chosen}];
+  Workspace& w = workspaces.at(device, chosen);
   if (!w.backend) w.backend = runtime::make_backend(device, chosen);
   return w;
 }

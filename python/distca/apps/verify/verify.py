@@ -22,6 +22,8 @@ NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 #: How large errors may be, in those of the same formula with the roundings that a fused kernel cannot avoid: the root
 #: of the mean square, and the largest one.
 MOST_RMS, MOST_LARGEST = 1.25, 2.5
+#: The former for ATen's flash attention, where each task's part of dk and dv is rounded before the parts are added.
+MOST_RMS_OF_FLASH = 1.5
 #: How far lse may be off because kernels make exponentials no better than the inputs' dtype can show, in units of that
 #: dtype's rounding of a weight.
 LSE_UNITS = 2.0**-8
@@ -141,7 +143,8 @@ def _judged(where: Where, case: Case, of_ranks: list[Returned], alone: Returned 
     layout = case.layout(where.ranks, seed)
     runs = [_whole(case, layout, [one.runs[run] for one in of_ranks]) for run in range(len(of_ranks[0].runs))]
     results = runs[0]
-    errors = _largest([_errors(case, run, seed) for run in (results, *runs[2:])])
+    most_rms = MOST_RMS_OF_FLASH if where.attention == "flash" else MOST_RMS
+    errors = _largest([_errors(case, run, seed, most_rms) for run in (results, *runs[2:])])
     wrong = [f"{one} has {error:.3g} times the error allowed" for one, error in errors.items() if not error <= 1]
     if not all(_is_padding(case, layout, rank, run) for rank, one in enumerate(of_ranks) for run in one.runs):
         wrong.append("padding rows have not out 0, lse -inf and gradients 0")
@@ -181,7 +184,7 @@ def _is_padding(case: Case, layout: Layout, rank: int, results: Rows) -> bool:
     return all(bool((torch.from_numpy(t)[is_padding] == x).all()) for t, x in zip(results, values, strict=False))
 
 
-def _errors(case: Case, results: Sequence[torch.Tensor], seed: int) -> dict[str, float]:
+def _errors(case: Case, results: Sequence[torch.Tensor], seed: int, most_rms: float) -> dict[str, float]:
     """The largest error of each result as a fraction of the allowed one; NaN where a result is NaN."""
     inputs = random_inputs(case, seed)
     right, attainable = exact(case, inputs), rounded(case, inputs)
@@ -196,7 +199,7 @@ def _errors(case: Case, results: Sequence[torch.Tensor], seed: int) -> dict[str,
         dtype = torch.float32 if name == "lse" else case.heads.dtype
         ulp = 2.0 ** (math.floor(math.log2(expected.abs().max().item())) - _MANTISSA_BITS[dtype])
         more = LSE_UNITS * _UNIT_ROUNDOFF[case.heads.dtype] if name == "lse" else 0.0
-        rms = _rms(off) / (MOST_RMS * _rms(theirs) + _UNIT_ROUNDOFF[dtype] / 8 * _rms(expected) + more)
+        rms = _rms(off) / (most_rms * _rms(theirs) + _UNIT_ROUNDOFF[dtype] / 8 * _rms(expected) + more)
         largest = off.abs().max().item() / (MOST_LARGEST * theirs.abs().max().item() + ulp + more)
         errors[name] = max(rms, largest) if not math.isnan(largest) else math.nan
     return errors
