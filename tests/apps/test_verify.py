@@ -20,6 +20,7 @@ from distca.apps.verify.cases import Case, Inputs, all_features, all_shapes, bet
 from distca.apps.verify.ranks import Returned, Where, results_of_rank
 from distca.apps.verify.reference import exact, rounded
 from distca.apps.verify.verify import NAMES, _failed, _judged
+from distca.caller import is_deterministic
 from distca.connect.launch import RankError
 from support.batches import Batch
 from support.branches import Tree, attention_of_tree, own_rows
@@ -232,6 +233,23 @@ def test_the_rows_of_padding_are_nan_in_every_input(monkeypatch: pytest.MonkeyPa
         assert tensor[is_padding].isnan().all() and not tensor[~is_padding].isnan().any()
 
 
+def test_the_local_kernel_is_asked_for_all_that_a_case_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, object]] = []
+
+    def attend(q: torch.Tensor, *rows: torch.Tensor, **options: object) -> tuple[torch.Tensor, ...]:
+        given.append(options | {"sinks": rows[3] is not None, "deterministic": is_deterministic(False)})
+        return distca.attention(q, *rows, **options)
+
+    monkeypatch.setattr(side_of_a_rank, "attention", attend)
+    case = Case("a window", HEADS, window=9, scale=0.3, softcap=2.0, has_sinks=True, has_dlse=True)
+    for mode in (True, False):
+        results = side_of_a_rank._local(replace(ALONE, transport=side_of_a_rank.LOCAL), case, 4, mode)
+        assert not torch.are_deterministic_algorithms_enabled() and len(results) == 6
+    asked = {"mask": "causal", "window": 9, "scale": 0.3, "softcap": 2.0, "attention": None, "sinks": True}
+    assert given == [asked | {"deterministic": True}, asked | {"deterministic": False}]
+    assert _judged(ALONE, case, [Returned([results, results])], None, 4).passed
+
+
 # ---- the command
 
 SMALL = ["verify", "--device", "cpu", "--q-heads", "3", "--kv-heads", "1", "--head-dim", "16", "--v-head-dim", "24"]
@@ -242,13 +260,14 @@ def test_the_command_finds_this_machine_right_and_writes_what_it_found(
 ) -> None:
     file = tmp_path / "found.json"
     assert cli.main([*SMALL, "--dtype", "bf16", "--seed", "3", "--transports", "shm", "--json", str(file)]) == 0
-    head, alone, ranks, last = capsys.readouterr().out.splitlines()
+    head, alone, local, ranks, last = capsys.readouterr().out.splitlines()
     assert head.startswith(f"distca {distca.__version__}, torch {torch.__version__}, ")
     assert alone.startswith("ok cpu, bf16: 12 problems, errors up to 0.")
+    assert local.startswith("ok cpu, distca.attention, bf16: 8 problems, errors up to 0.")
     assert ranks.startswith("ok cpu, shm, 3 ranks, bf16: 7 problems, errors up to 0.")
-    assert last == "19 ok, 0 not available, 0 wrong"
+    assert last == "27 ok, 0 not available, 0 wrong"
     content = json.loads(file.read_text())
-    assert len(content["checks"]) == 19 and content["seed"] == 3 and content["cpu_kernel"] == distca._C.cpu_isa()
+    assert len(content["checks"]) == 27 and content["seed"] == 3 and content["cpu_kernel"] == distca._C.cpu_isa()
     assert all(check["passed"] and 0 < max(check["errors"].values()) < 1 for check in content["checks"])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -137,6 +137,11 @@ class Inputs(NamedTuple):
     dout: torch.Tensor
     dlse: torch.Tensor | None
     sinks: torch.Tensor | None
+
+    def with_rows(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
+        """The same with all tensors of rows changed, so all but sinks."""
+        q, k, v, dout = (change(t) for t in self[:4])
+        return Inputs(q, k, v, dout, None if self.dlse is None else change(self.dlse), self.sinks)
 
 
 def random_inputs(case: Case, seed: int) -> Inputs:

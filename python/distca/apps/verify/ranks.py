@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from distca.apps.verify.cases import Case, random_inputs
+from distca.apps.verify.cases import Case, Inputs, random_inputs
 from distca.connect.init import init
 from distca.context import Context
 from distca.errors import InvalidArgumentError
-from distca.ops import core_attention
+from distca.ops import attention, core_attention
 from distca.planner.layout import Layout
 from distca.planner.plan import Plan
+
+#: In the place of a transport: `distca.attention`, the kernel without plan and context.
+LOCAL = "local"
 
 #: A rank's rows of out, lse, dq, dk, dv, and the gradient of its sinks if there are some.
 Rows: TypeAlias = list[np.ndarray[Any, Any]]
@@ -40,7 +44,7 @@ class Where:
     Attributes:
         device: "cpu" or "cuda". On CUDA, rank r has GPU r, modulo the number of GPUs.
         attention: what computes on a GPU: "own" or "flash".
-        transport: as in `distca.init`.
+        transport: as in `distca.init`, or `LOCAL`.
         ranks: the number of ranks.
     """
 
@@ -53,7 +57,8 @@ class Where:
     def name(self) -> str:
         """In words."""
         what = "cpu" if self.device == "cpu" else f"cuda, {self.attention}"
-        return what if self.ranks == 1 else f"{what}, {self.transport}, {self.ranks} ranks"
+        how = f"{self.transport}, {self.ranks} ranks" if self.ranks > 1 else "distca.attention"
+        return what if self.transport == "loopback" else f"{what}, {how}"
 
 
 def results_of_rank(where: Where, cases: Sequence[Case], seed: int, timeout: float) -> list[Returned]:
@@ -64,6 +69,8 @@ def results_of_rank(where: Where, cases: Sequence[Case], seed: int, timeout: flo
         torch.cuda.set_device(rank % torch.cuda.device_count())
         device = f"cuda:{torch.cuda.current_device()}"
     modes = (True, True) if where.device == "cpu" else (True, True, False)
+    if where.transport == LOCAL:
+        return [_computed(partial(_local, where, case, seed), modes) for case in cases]
     results = [Returned([]) for _ in cases]
     for heads in dict.fromkeys(case.heads for case in cases):
         chosen = [i for i, case in enumerate(cases) if case.heads == heads]
@@ -87,15 +94,23 @@ def results_of_rank(where: Where, cases: Sequence[Case], seed: int, timeout: flo
             continue
         with context:
             for i, plan in zip(chosen, plans, strict=True):
-                try:
-                    for deterministic in modes:
-                        results[i].runs.append(_step(cases[i], plan.for_rank(rank), context, seed, deterministic))
-                except InvalidArgumentError as error:
-                    results[i].refusal = str(error)
+                step = partial(_step, cases[i], plan.for_rank(rank), context, seed)
+                results[i] = _computed(step, modes)
             if device != "cpu":
                 torch.cuda.synchronize()
             context.check()
     return results
+
+
+def _computed(compute: Callable[[bool], Rows], modes: Sequence[bool]) -> Returned:
+    """What `compute` returns in each mode, deterministic or not."""
+    returned = Returned([])
+    try:
+        for deterministic in modes:
+            returned.runs.append(compute(deterministic))
+    except InvalidArgumentError as error:
+        returned.refusal = str(error)
+    return returned
 
 
 def rows_of_rank(case: Case, layout: Layout, rank: int) -> torch.Tensor:
@@ -117,23 +132,52 @@ def _step(case: Case, plan: Plan, context: Context, seed: int, deterministic: bo
         chosen[rows < 0] = torch.nan
         return chosen.to(context.device)
 
-    q, k, v = (local(t).requires_grad_() for t in inputs[:3])
-    sinks = None if inputs.sinks is None else inputs.sinks.to(context.device).requires_grad_()
-    out, lse = core_attention(
-        q,
-        k,
-        v,
-        plan,
-        context=context,
-        scale=case.scale,
-        softcap=case.softcap,
-        sinks=sinks,
-        deterministic=deterministic,
-    )
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        options: dict[str, Any] = {"scale": case.scale, "softcap": case.softcap, "deterministic": deterministic}
+        return core_attention(q, k, v, plan, context=context, sinks=sinks, **options)
+
+    return _with_gradients(inputs.with_rows(local), attend)
+
+
+def _local(where: Where, case: Case, seed: int, deterministic: bool) -> Rows:
+    """The case by `distca.attention`: rows of documents lie one after another."""
+    tasks = [(own.start, own.stop, own.start, own.stop) for own, _, _ in case.documents()]
+
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        return attention(
+            q,
+            k,
+            v,
+            torch.tensor(tasks),
+            sinks,
+            mask=case.mask,
+            window=case.window,
+            scale=case.scale,
+            softcap=case.softcap,
+            attention=where.attention if where.device == "cuda" else None,
+        )
+
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    try:
+        return _with_gradients(random_inputs(case, seed).with_rows(lambda rows: rows.to(where.device)), attend)
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def _with_gradients(inputs: Inputs, attend: Callable[..., tuple[torch.Tensor, ...]]) -> Rows:
+    """What `attend` returns, and the gradients of its inputs."""
+    q, k, v = (t.requires_grad_() for t in inputs[:3])
+    sinks = None if inputs.sinks is None else inputs.sinks.to(q.device).requires_grad_()
+    out, lse = attend(q, k, v, sinks)
     if inputs.dlse is None:
-        out.backward(local(inputs.dout))
+        out.backward(inputs.dout)
     else:
-        torch.autograd.backward([out, lse], [local(inputs.dout), local(inputs.dlse)])
+        torch.autograd.backward([out, lse], [inputs.dout, inputs.dlse])
     returned = [out.detach(), lse.detach(), q.grad, k.grad, v.grad, *([] if sinks is None else [sinks.grad])]
     # numpy knows no bf16; fp32 has all its values.
     return [t.float().cpu().numpy() for t in returned if t is not None]

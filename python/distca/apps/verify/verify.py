@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
 from distca.apps.common.ranks import start_ranks
 from distca.apps.verify.cases import Case, all_features, all_shapes, between_ranks, random_inputs
-from distca.apps.verify.ranks import Returned, Rows, Where, results_of_rank, rows_of_rank
+from distca.apps.verify.ranks import LOCAL, Returned, Rows, Where, results_of_rank, rows_of_rank
 from distca.apps.verify.reference import exact, rounded
 from distca.connect.launch import RankError
 from distca.heads import DTYPES, Heads
@@ -30,6 +31,8 @@ LSE_UNITS = 2.0**-8
 _UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 _MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 _NAMES_OF_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
+#: What one rank returned, by heads and name of the case.
+Expected: TypeAlias = dict[tuple[Heads, str], Returned]
 
 
 @dataclass(frozen=True)
@@ -104,18 +107,27 @@ def _of_attention(
         return
     for case, returned in zip(cases, alone, strict=False):
         yield _judged(one_rank, case, [returned], None, scope.seed)
-    expected = dict(zip(((case.heads, case.name) for case in of_ranks), alone[len(cases) :], strict=True))
+    expected: Expected = {
+        (case.heads, case.name): returned for case, returned in zip([*cases, *of_ranks], alone, strict=True)
+    }
+    heads = {case.heads for case in of_ranks}
+    local = [case for case in cases if case.heads in heads and not case.bidirectional and not case.branches]
+    yield from _of_ranks(replace(one_rank, transport=LOCAL), local, expected, scope)
     for transport in scope.transports:
         where = replace(one_rank, transport=transport, ranks=scope.ranks)
         for of_dtype in between.values():  # in processes of their own: no transport has to begin twice in one
-            try:
-                returned_by = _run(where, of_dtype, scope)
-            except RankError as error:
-                yield _failed(where, error)
-                continue
-            for i, case in enumerate(of_dtype):
-                of_case = [returned[i] for returned in returned_by]
-                yield _judged(where, case, of_case, expected[case.heads, case.name], scope.seed)
+            yield from _of_ranks(where, of_dtype, expected, scope)
+
+
+def _of_ranks(where: Where, cases: Sequence[Case], expected: Expected, scope: Scope) -> Iterator[Check]:
+    try:
+        returned_by = _run(where, cases, scope)
+    except RankError as error:
+        yield _failed(where, error)
+        return
+    for i, case in enumerate(cases):
+        of_ranks = [returned[i] for returned in returned_by]
+        yield _judged(where, case, of_ranks, expected[case.heads, case.name], scope.seed)
 
 
 def _run(where: Where, cases: Sequence[Case], scope: Scope) -> list[list[Returned]]:
