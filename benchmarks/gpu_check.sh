@@ -61,7 +61,7 @@ if step packages 60 "$python" -c "$needed" &&
   if [[ $(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>>"$log" | head -n 1) == 9.0 ]]; then
     step check-attention 60 bash -c check_attention
   fi
-  step verify 150 "$python" -m distca verify --json "$out/verify.json"
+  step verify 240 "$python" -m distca verify --json "$out/verify.json"
   # Streams of ranks that share a GPU must not share one of its queues. Kernels are loaded at once, because loading one
   # may wait for those of another rank.
   export CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER

@@ -2,7 +2,7 @@
 //
 // `tasks` is an int64 CPU tensor [N, 4]: (q_begin, q_end, kv_begin, kv_end), rows of q and of k/v. A document starts at
 // kv_begin. The queries are its last q_end - q_begin rows up to kv_end (causal, aligned at the end; with a window, each
-// sees so many keys up to its own). With the full mask each query sees all keys of its task.
+// sees so many keys, the last one its own). With the full mask each query sees all keys of its task.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -40,13 +40,19 @@ struct Workspace {
   std::shared_ptr<runtime::Backend> backend;
 };
 
-/// Who computes these: "own" or "flash". `attention` is the operator's argument.
-std::string chosen_for(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<StringHandle> attention) {
+/// The operators' argument `attention`.
+struct Choice {
   std::optional<Text> text;
-  if (attention) text.emplace(*attention);
-  return runtime::chosen_attention(text ? std::optional(std::string_view(*text)) : std::nullopt, device_name(q),
-                                   heads_of(q, k, v));
-}
+
+  explicit Choice(std::optional<StringHandle> handle) {
+    if (handle) text.emplace(*handle);
+  }
+  /// Who computes these: "own" or "flash".
+  std::string chosen_for(const Tensor& q, const Tensor& k, const Tensor& v) const {
+    return runtime::chosen_attention(text ? std::optional(std::string_view(*text)) : std::nullopt, device_name(q),
+                                     heads_of(q, k, v));
+  }
+};
 
 /// A thread's workspaces, by device and choice. They go with the thread, but for those of a GPU while the process ends.
 /// PyTorch joins the threads of its backward only then, when CUDA, or a profiler that listens to it, may be gone
@@ -89,10 +95,9 @@ Workspace& checked_workspace(const Tensor& q, const Tensor& k, const Tensor& v, 
 
 /// The workspace of the own kernels on a GPU, or null where ATen computes straight from the tensors. Only if flash
 /// attention lacks something, its backend is made: that one says whether the own kernels have it.
-Workspace* gpu_workspace(const Tensor& q, const Tensor& k, const Tensor& v, double softcap,
-                         std::optional<StringHandle> attention) {
+Workspace* gpu_workspace(const Tensor& q, const Tensor& k, const Tensor& v, double softcap, const Choice& choice) {
   return guarded([&]() -> Workspace* {
-    const std::string chosen = chosen_for(q, k, v, attention);
+    const std::string chosen = choice.chosen_for(q, k, v);
     if (chosen == "own") return &checked_workspace(q, k, v, softcap, chosen);
     try {
       check_flash(q, heads_of(q, k, v), checked_softcap(softcap));
@@ -231,17 +236,17 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout_any, co
   });
 }
 
-Workspace& cpu_workspace(const Tensor& q, const Tensor& k, const Tensor& v, double softcap,
-                         std::optional<StringHandle> attention) {
-  return *guarded([&] { return &checked_workspace(q, k, v, softcap, chosen_for(q, k, v, attention)); });
+Workspace& cpu_workspace(const Tensor& q, const Tensor& k, const Tensor& v, double softcap, const Choice& choice) {
+  return *guarded([&] { return &checked_workspace(q, k, v, softcap, choice.chosen_for(q, k, v)); });
 }
 
 std::tuple<Tensor, Tensor> cpu_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& tasks,
                                        std::optional<Tensor> sinks, std::optional<double> scale, double softcap,
                                        bool deterministic, std::optional<StringHandle> attention, StringHandle mask,
                                        std::optional<int64_t> window) {
+  const Choice choice(attention);
   const LocalOptions options = local_options(scale, softcap, deterministic, mask, window);
-  return attention_forward(q, k, v, tasks, sinks, options, cpu_workspace(q, k, v, softcap, attention));
+  return attention_forward(q, k, v, tasks, sinks, options, cpu_workspace(q, k, v, softcap, choice));
 }
 std::tuple<Tensor, Tensor, Tensor> cpu_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                                                 const Tensor& out, const Tensor& lse, const Tensor& tasks,
@@ -249,8 +254,9 @@ std::tuple<Tensor, Tensor, Tensor> cpu_backward(const Tensor& dout, const Tensor
                                                 double softcap, bool deterministic,
                                                 std::optional<StringHandle> attention, std::optional<Tensor> dlse,
                                                 StringHandle mask, std::optional<int64_t> window) {
+  const Choice choice(attention);
   const LocalOptions options = local_options(scale, softcap, deterministic, mask, window);
-  Workspace& w = cpu_workspace(q, k, v, softcap, attention);
+  Workspace& w = cpu_workspace(q, k, v, softcap, choice);
   return attention_backward(dout, q, k, v, out, lse, tasks, sinks, options, dlse, w);
 }
 
@@ -258,8 +264,9 @@ std::tuple<Tensor, Tensor> gpu_forward(const Tensor& q, const Tensor& k, const T
                                        std::optional<Tensor> sinks, std::optional<double> scale, double softcap,
                                        bool deterministic, std::optional<StringHandle> attention, StringHandle mask,
                                        std::optional<int64_t> window) {
+  const Choice choice(attention);
   const LocalOptions options = local_options(scale, softcap, deterministic, mask, window);
-  Workspace* const w = gpu_workspace(q, k, v, softcap, attention);
+  Workspace* const w = gpu_workspace(q, k, v, softcap, choice);
   if (w == nullptr) return attention_by_flash(q, k, v, tasks, sinks, options);
   return attention_forward(aligned_rows(q), aligned_rows(k), aligned_rows(v), tasks, sinks, options, *w);
 }
@@ -269,8 +276,9 @@ std::tuple<Tensor, Tensor, Tensor> gpu_backward(const Tensor& dout, const Tensor
                                                 double softcap, bool deterministic,
                                                 std::optional<StringHandle> attention, std::optional<Tensor> dlse,
                                                 StringHandle mask, std::optional<int64_t> window) {
+  const Choice choice(attention);
   const LocalOptions options = local_options(scale, softcap, deterministic, mask, window);
-  Workspace* const w = gpu_workspace(q, k, v, softcap, attention);
+  Workspace* const w = gpu_workspace(q, k, v, softcap, choice);
   if (w == nullptr) return attention_by_flash_backward(dout, q, k, v, out, lse, tasks, sinks, options, dlse);
   return attention_backward(aligned_rows(with_dense_rows(dout)), aligned_rows(q), aligned_rows(k), aligned_rows(v), out,
                             lse, tasks, sinks, options, dlse, *w);

@@ -14,7 +14,10 @@ _MOST = 2**62
 
 def is_whole(value: Any, least: int, most: int = _MOST) -> bool:
     """Whether it is an integer of any library, from `least` to `most`. True and False do not count."""
-    return not isinstance(value, bool) and hasattr(value, "__index__") and least <= index(value) <= most
+    try:
+        return not isinstance(value, bool) and least <= index(value) <= most
+    except TypeError:
+        return False
 
 
 def is_number(value: Any, least: float, most: float) -> bool:

@@ -164,12 +164,19 @@ def attention(
     """
     check_tensors("attention", q, k, v, sinks)
     q, k, v = as_autocast(q, k, v)
+    if not (isinstance(mask, str) and mask in ("causal", "full")):
+        raise InvalidArgumentError(f'attention: mask = {mask!r}; "causal" and "full" are allowed')
+    if mask == "full" and window is not None:
+        raise InvalidArgumentError(f"attention: window = {window} with the full mask; a window is causal")
     if not torch.compiler.is_compiling():  # a number may be symbolic there
         scale, softcap = as_numbers(scale, softcap)
-        if mask not in ("causal", "full"):
-            raise InvalidArgumentError(f'attention: mask = {mask!r}; "causal" and "full" are allowed')
         if not (window is None or is_whole(window, 1)):
             raise InvalidArgumentError(f"attention: window = {window!r}; a positive number of keys or None is expected")
+        if tasks is None and q.shape[0] > k.shape[0]:
+            raise InvalidArgumentError(
+                f"attention: q has {q.shape[0]} rows and k {k.shape[0]}; without tasks they are one document, which "
+                "has no more queries than keys"
+            )
     if tasks is None:
         rows = [[0, q.shape[0], 0, k.shape[0]]] if q.shape[0] > 0 else []
         tasks = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 4)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +21,7 @@ from distca.apps.verify import ranks as side_of_a_rank
 from distca.apps.verify.cases import Case, Inputs, all_features, all_shapes, between_ranks, random_inputs
 from distca.apps.verify.ranks import Returned, Where, results_of_rank
 from distca.apps.verify.reference import exact, rounded
-from distca.apps.verify.verify import NAMES, _failed, _judged
+from distca.apps.verify.verify import MOST_RMS, NAMES, Reference, _failed, _judged
 from distca.caller import is_deterministic
 from distca.connect.launch import RankError
 from support.batches import Batch
@@ -54,7 +56,7 @@ def test_the_reference_is_what_the_tests_own_oracles_compute(case: Case) -> None
         features = (case.softcap, inputs.sinks, case.scale, inputs.dlse, case.mask, case.window)
         right = eager_attention(batch, torch.float64, *features)
     else:
-        right = oracle(batch, case.scale, case.mask, case.window, case.bidirectional)
+        right = oracle(batch, case.scale, case.mask, case.window, dict(case.bidirectional))
     for name, a, b in zip(NAMES, found, right, strict=False):
         assert torch.equal(a, b) or (a - b).abs().max() < 1e-9, name
 
@@ -78,6 +80,9 @@ def test_dtypes_and_dimensions_of_heads_differ_and_names_do_not_repeat() -> None
 # ---- what is wrong
 
 CASE = replace(between_ranks(HEADS)[4], lengths=(130, 1, 310, 64, 150, 7, 301, 65))
+
+
+RIGHT = Reference(CASE, 5)
 
 
 @pytest.fixture(scope="module")
@@ -163,12 +168,12 @@ def test_results_that_are_wrong_are_noticed(
     said: str,
 ) -> None:
     ranks, alone = returned
-    right = _judged(RANKS, CASE, ranks, alone, 5)
+    right = _judged(RANKS, CASE, ranks, alone, RIGHT, 5)
     assert right.passed and right.wrong == "" and set(right.errors) == set(NAMES)
     for i in results:
         altered = copy.deepcopy(ranks)
         alter(altered, i)
-        found = _judged(RANKS, CASE, altered, alone, 5)
+        found = _judged(RANKS, CASE, altered, alone, RIGHT, 5)
         assert found.passed is False and said in found.wrong, (NAMES[i], found)
 
 
@@ -176,14 +181,14 @@ def test_the_gradient_of_sinks_has_a_bound_too(returned: tuple[list[Returned], R
     ranks, alone = copy.deepcopy(returned)
     for run in ranks[0].runs:
         run[5] *= np.float32(-1)
-    assert "dsinks" in _judged(RANKS, CASE, ranks, alone, 5).wrong
+    assert "dsinks" in _judged(RANKS, CASE, ranks, alone, RIGHT, 5).wrong
 
 
 def test_atens_flash_attention_may_add_in_any_order(returned: tuple[list[Returned], Returned]) -> None:
     ranks, alone = copy.deepcopy(returned)
     _second_run(ranks, 3)
     _other_bits(ranks, 2)
-    assert _judged(replace(RANKS, device="cuda", attention="flash"), CASE, ranks, alone, 5).passed
+    assert _judged(replace(RANKS, device="cuda", attention="flash"), CASE, ranks, alone, RIGHT, 5).passed
 
 
 @pytest.mark.parametrize("alter", [_less_of_one_row, _nan, _padding_that_is_one])
@@ -195,21 +200,68 @@ def test_a_backward_that_is_not_deterministic_has_to_be_right_too(
     for one in ranks:
         one.runs.append(copy.deepcopy(one.runs[0]))
     _next_bits(ranks[0].runs[2][2])
-    assert _judged(where, CASE, ranks, alone, 5).passed
+    assert _judged(where, CASE, ranks, alone, RIGHT, 5).passed
     altered = copy.deepcopy(ranks)
     alter(altered, 3)
     for rank, one in enumerate(ranks):
         one.runs[2] = altered[rank].runs[0]
-    assert not _judged(where, CASE, ranks, alone, 5).passed
+    assert not _judged(where, CASE, ranks, alone, RIGHT, 5).passed
 
 
-def test_what_is_refused_is_not_available_and_a_rank_that_dies_is_a_fault() -> None:
-    refused = _judged(ALONE, CASE, [Returned([], "no softcap")], None, 5)
-    assert refused.passed is None and refused.wrong == "no softcap"
-    missing = RankError(0, "rank 0: no peer access", exception="DeviceError", expected=True)
+def test_what_is_missing_is_not_available_and_what_fails_is_a_fault() -> None:
+    for refused, passed in (
+        (Returned([], "no such heads"), None),
+        (Returned([], "no softcap", is_fault=True), False),
+    ):
+        check = _judged(ALONE, CASE, [refused], None, RIGHT, 5)
+        assert check.passed is passed and check.wrong == refused.refusal
+    missing = RankError(0, "rank 0: no peer access", exception="UnavailableError", expected=True)
+    illegal = RankError(0, "rank 0: an illegal memory access", exception="DeviceError", expected=True)
     died = RankError(1, "rank 1 was ended by signal 11")
     raised = RankError(1, "rank 1: other plans", exception="PlanMismatchError", expected=True)
-    assert [_failed(RANKS, error).passed for error in (missing, died, raised)] == [None, False, False]
+    assert [_failed(RANKS, error).passed for error in (missing, illegal, died, raised)] == [None, False, False, False]
+
+
+def test_what_one_rank_could_not_compute_is_not_compared(returned: tuple[list[Returned], Returned]) -> None:
+    ranks, _ = returned
+    check = _judged(RANKS, CASE, ranks, Returned([], "no such heads"), RIGHT, 5)
+    assert check.passed is None and check.wrong == "no such heads"
+
+
+def _refusing(_: bool) -> side_of_a_rank.Rows:
+    raise distca.InvalidArgumentError("no softcap")
+
+
+def test_only_flash_attention_may_refuse_a_case() -> None:
+    for attention, is_fault in (("own", True), ("flash", False)):
+        where = Where("cuda", attention, "loopback", 1)
+        returned = side_of_a_rank._computed(_refusing, (True,), where, 60.0)
+        assert (returned.refusal, returned.is_fault) == ("no softcap", is_fault)
+
+
+def _hangs() -> None:
+    side_of_a_rank._GRACE_SECONDS = 0.0
+    side_of_a_rank._computed(lambda _: time.sleep(60), (True,), ALONE, 0.5)
+
+
+def test_a_rank_that_hangs_ends() -> None:
+    begin = time.monotonic()
+    with pytest.raises(RankError) as raised:
+        launch(_hangs, ranks=1)
+    assert time.monotonic() - begin < 30 and _failed(ALONE, raised.value).passed is False
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+def test_what_is_rounded_no_more_than_it_must_is_within_the_bounds(dtype: torch.dtype) -> None:
+    """Also where sums are small and their terms are not."""
+    lengths = (130, 1, 310, 64)
+    for heads, seed in itertools.product(
+        (distca.Heads(4, 2, 64, dtype=dtype), distca.Heads(1, 1, 8, 16, dtype)), range(8)
+    ):
+        case = Case("sinks", heads, lengths, has_sinks=True, has_dlse=seed % 2 == 0)
+        best = [t for t in rounded(case, random_inputs(case, seed)) if t is not None]
+        errors = Reference(case, seed).errors(best, MOST_RMS)
+        assert len(errors) == 6 and max(errors.values()) <= 0.85, (heads, seed, errors)
 
 
 def test_the_rows_of_padding_are_nan_in_every_input(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +299,7 @@ def test_the_local_kernel_is_asked_for_all_that_a_case_has(monkeypatch: pytest.M
         assert not torch.are_deterministic_algorithms_enabled() and len(results) == 6
     asked = {"mask": "causal", "window": 9, "scale": 0.3, "softcap": 2.0, "attention": None, "sinks": True}
     assert given == [asked | {"deterministic": True}, asked | {"deterministic": False}]
-    assert _judged(ALONE, case, [Returned([results, results])], None, 4).passed
+    assert _judged(ALONE, case, [Returned([results, results])], None, Reference(case, 4), 4).passed
 
 
 # ---- the command
@@ -278,6 +330,11 @@ def test_the_command_finds_this_machine_right_and_writes_what_it_found(
         (["--transports", "shm,cuda-ipc"], "--transports: 'cuda-ipc'; shm, torch are allowed here"),
         (["--ranks", "1"], "--ranks is 1; 2 to 64 are allowed"),
         (["--timeout", "nan"], "--timeout is nan"),
+        (["--timeout", "1e9"], "--timeout is 1000000000.0"),
+        (["--seed", "-1"], "--seed is -1"),
+        (["--seed", str(2**63)], "--seed is 9223372036854775808"),
+        (["--head-dim", "0"], "dim = 0"),
+        (["--json", "/proc/none/found.json"], "--json /proc/none/found.json cannot be written"),
         (["--timeout", "-1"], "--timeout is -1.0"),
         (["--head-dim", "20"], "dim = 20"),
         (["--kv-heads", "2"], "3 query heads and 2 key/value heads"),

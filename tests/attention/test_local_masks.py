@@ -177,10 +177,13 @@ def test_compiled_code_has_the_mask(options: dict[str, Any]) -> None:
         ({"window": 0}, "window = 0"),
         ({"window": -3}, "window = -3"),
         ({"window": 2.5}, "window = 2.5"),
+        ({"window": torch.tensor(5.0)}, "window = tensor"),
+        ({"window": True}, "window = True"),
+        ({"mask": torch.ones(2)}, "mask = tensor"),
         ({"window": 5, "mask": "full"}, "window = 5 with the full mask"),
     ],
 )
-def test_masks_that_there_are_not_are_refused(options: dict[str, Any], said: str) -> None:
+def test_unknown_masks_are_refused(options: dict[str, Any], said: str) -> None:
     batch = random_batch((20,), distca.Heads(2, 1, 16), 1)
     with pytest.raises(distca.InvalidArgumentError, match=said):
         distca.attention(batch.q, batch.k, batch.v, **options)
@@ -191,7 +194,7 @@ def test_masks_that_there_are_not_are_refused(options: dict[str, Any], said: str
     ("options", "said"),
     [({"mask": "none"}, 'mask = "none"'), ({"window": 0}, "window = 0"), ({"window": 1, "mask": "full"}, "window = 1")],
 )
-def test_operators_refuse_them_too(operator: Any, options: dict[str, Any], said: str) -> None:
+def test_operators_refuse_unknown_masks(operator: Any, options: dict[str, Any], said: str) -> None:
     batch = random_batch((20,), distca.Heads(2, 1, 16, dtype=torch.bfloat16), 1)
     with pytest.raises(Exception, match=said):
         operator(batch.q, batch.k, batch.v, whole_documents((20,)), **options)
@@ -211,3 +214,17 @@ def test_tasks_that_make_no_sense_under_the_full_mask_are_refused(tasks: list[li
     batch = random_batch((30,), distca.Heads(2, 1, 16), 1)
     with pytest.raises(distca.InvalidArgumentError, match=said):
         distca.attention(batch.q, batch.k, batch.v, torch.tensor(tasks), mask="full")
+
+
+def test_one_document_has_no_more_queries_than_keys() -> None:
+    batch = random_batch((30,), distca.Heads(2, 1, 16), 1)
+    for mask in ("causal", "full"):
+        with pytest.raises(distca.InvalidArgumentError, match="q has 30 rows and k 20; without tasks"):
+            distca.attention(batch.q, batch.k[:20], batch.v[:20], mask=mask)
+
+
+def test_fake_tensors_have_no_window_with_the_full_mask() -> None:
+    q, k, v = (torch.empty(20, heads, 16, device="meta") for heads in (2, 1, 1))
+    assert distca.attention(q, k, v, mask="full")[0].shape == (20, 2, 16)
+    with pytest.raises(distca.InvalidArgumentError, match="window = 5 with the full mask"):
+        distca.attention(q, k, v, mask="full", window=5)

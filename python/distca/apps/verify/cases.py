@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -31,8 +31,8 @@ class Case:
         has_sinks: whether each head has a sink.
         has_dlse: whether lse has a gradient.
         spread: the standard deviation of q. Scores vary as much, if the scale is the default one.
-        bidirectional: ranges of rows that see each other, as in `Layout.with_bidirectional`.
-        branches: documents that begin with all rows of another one, as in `Layout`.
+        bidirectional: documents and the ranges of their rows that see each other, as in `Layout.with_bidirectional`.
+        branches: documents and the one with all of whose rows each begins, as in `Layout`.
         retain_bytes, reduce_dtype: as in `distca.plan`; they count where ranks exchange rows.
     """
 
@@ -46,8 +46,8 @@ class Case:
     has_sinks: bool = False
     has_dlse: bool = False
     spread: float = 1.0
-    bidirectional: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
-    branches: Mapping[int, int] = field(default_factory=dict)
+    bidirectional: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
+    branches: tuple[tuple[int, int], ...] = ()
     retain_bytes: int = 0
     reduce_dtype: torch.dtype = torch.float32
 
@@ -58,13 +58,13 @@ class Case:
 
     def first_row(self, document: int) -> int:
         """The first row that is the document's own."""
-        parent = self.branches.get(document)
+        parent = dict(self.branches).get(document)
         return 0 if parent is None else self.first_row(parent) + self.lengths[parent]
 
     def documents(self) -> Iterator[Document]:
         """The documents, with the numbers of their rows among those of the whole problem."""
         for d, length in enumerate(self.lengths):
-            parent, begin = self.branches.get(d), sum(self.lengths[:d])
+            parent, begin = dict(self.branches).get(d), sum(self.lengths[:d])
             shared = range(0) if parent is None else range(sum(self.lengths[:parent]), sum(self.lengths[: parent + 1]))
             keys = torch.tensor([*shared, *range(begin, begin + length)])
             yield Document(slice(begin, begin + length), keys, self._visible(d, len(shared), length))
@@ -74,7 +74,7 @@ class Case:
         if self.mask == "full":
             return torch.ones(length, first + length, dtype=torch.bool)
         seen = key <= row
-        for begin, end in self.bidirectional.get(document, ()):
+        for begin, end in dict(self.bidirectional).get(document, ()):
             seen |= (begin <= row) & (row < end) & (begin <= key) & (key < end)
         return seen if self.window is None else seen & (row - key < self.window)
 
@@ -91,8 +91,8 @@ class Case:
             for of_rank in segments:
                 draw.shuffle(of_rank)
                 of_rank.insert(draw.randrange(len(of_rank) + 1), (PADDING, 0, draw.choice((1, 5, 64))))
-        layout = Layout(segments, branches=self.branches)
-        return layout.with_bidirectional(self.bidirectional) if self.bidirectional else layout
+        layout = Layout(segments, branches=dict(self.branches))
+        return layout.with_bidirectional(dict(self.bidirectional)) if self.bidirectional else layout
 
     def plan(self, ranks: int, seed: int) -> Plan:
         """A plan in which random ranks compute random rows and heads of every document."""
@@ -173,14 +173,14 @@ def all_shapes(dtype: torch.dtype) -> list[Case]:
 
 def all_features(heads: Heads) -> list[Case]:
     """What plans and calls may ask for, with these heads."""
-    images = {2: [(10, 100), (150, 151), (200, 300)], 4: [(0, 129)], 6: [(0, 70), (70, 300)]}
+    images = ((2, ((10, 100), (150, 151), (200, 300))), (4, ((0, 129),)), (6, ((0, 70), (70, 300))))
     return [
         Case("documents", heads),
         Case("window", heads, window=100),
         Case("full mask", heads, mask="full"),
         Case("rows that see each other", heads, bidirectional=images),
         Case("the same, with a window", heads, window=90, bidirectional=images),
-        Case("shared prompts", heads, branches={3: 2, 4: 2, 7: 6, 9: 6}),
+        Case("shared prompts", heads, branches=((3, 2), (4, 2), (7, 6), (9, 6))),
         Case("softcap", heads, softcap=3.0),
         Case("sinks", heads, has_sinks=True),
         Case("gradient of lse", heads, has_dlse=True),

@@ -59,7 +59,11 @@ def add_command(commands: Any) -> None:
     command.add_argument("--v-head-dim", type=int, help="dimension of a value head (default: that of --head-dim)")
     command.add_argument("--seed", type=int, default=0, help="seed of all that is random (default: 0)")
     command.add_argument(
-        "--timeout", type=float, default=120.0, help="seconds after which a silent rank is a fault (default: 120)"
+        "--timeout",
+        type=float,
+        default=120.0,
+        help="seconds after which a rank that does not answer, or a kernel that "
+        "does not end, is a fault (default: 120)",
     )
     command.add_argument("--json", type=Path, help="also write the checks, hardware and versions to this file")
     add_debug(command)
@@ -71,6 +75,12 @@ def run(options: argparse.Namespace) -> int:
     from distca.apps.verify.verify import checks
 
     scope = _scope(options)
+    if options.json is not None:  # minutes later would be late
+        try:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.touch()
+        except OSError as error:
+            raise InvalidArgumentError(f"--json {options.json} cannot be written: {error.strerror}") from error
     facts = setting()
     what = facts["gpu"] if scope.device == "cuda" else f"{facts['cpu']}, kernel {facts['cpu_kernel']}"
     print(f"distca {facts['distca']}, torch {facts['torch']}, {what}", flush=True)
@@ -98,7 +108,7 @@ def _lines(where: str, checks: Sequence[Check]) -> str:
         if not check.passed:
             mark = "--" if check.passed is None else "!!"
             lines.append(f"{mark} {where}{', ' * bool(check.problem)}{check.problem}: {check.wrong}")
-    return "\n".join(lines)
+    return "\n".join(dict.fromkeys(lines))  # a transport that is missing is so for every dtype
 
 
 def _scope(options: argparse.Namespace) -> Scope:
@@ -124,8 +134,10 @@ def _scope(options: argparse.Namespace) -> Scope:
     ranks = (3 if device == "cpu" else max(2, num_gpus)) if options.ranks is None else options.ranks
     if not 2 <= ranks <= 64:
         raise InvalidArgumentError(f"--ranks is {ranks}; 2 to 64 are allowed")
-    if not 0 < options.timeout < float("inf"):
-        raise InvalidArgumentError(f"--timeout is {options.timeout}, must be a number of seconds above 0")
+    if not 1 <= options.timeout <= 1e6:
+        raise InvalidArgumentError(f"--timeout is {options.timeout}; 1 to 1e6 seconds are allowed")
+    if not 0 <= options.seed < 2**63:
+        raise InvalidArgumentError(f"--seed is {options.seed}; 0 to 2**63 - 1 are allowed")
     names = tuple(DTYPES) if options.dtype is None else (options.dtype,)
     dtypes = [DTYPES[name] for name in names if device == "cpu" or name != "fp32"]
     if not dtypes:
@@ -133,8 +145,9 @@ def _scope(options: argparse.Namespace) -> Scope:
     heads = None
     if options.q_heads is not None:
         kv_heads = options.q_heads if options.kv_heads is None else options.kv_heads
-        heads = Heads(options.q_heads, kv_heads, options.head_dim or 128, options.v_head_dim)
-    elif not options.kv_heads is options.head_dim is options.v_head_dim is None:
+        head_dim = 128 if options.head_dim is None else options.head_dim
+        heads = Heads(options.q_heads, kv_heads, head_dim, options.v_head_dim)
+    elif any(one is not None for one in (options.kv_heads, options.head_dim, options.v_head_dim)):
         raise InvalidArgumentError("--kv-heads, --head-dim and --v-head-dim need --q-heads")
     attentions = ("own", "flash") if device == "cuda" else ("own",)
     return Scope(

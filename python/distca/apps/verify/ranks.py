@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,10 +15,12 @@ import torch.distributed as dist
 from distca.apps.verify.cases import Case, Inputs, random_inputs
 from distca.connect.init import init
 from distca.context import Context
-from distca.errors import InvalidArgumentError
+from distca.errors import DeviceError, DistcaError, InvalidArgumentError, OperatingSystemError
 from distca.ops import attention, core_attention
 from distca.planner.layout import Layout
 from distca.planner.plan import Plan
+
+_GRACE_SECONDS = 15.0  # in which a rank that waits for another one says so itself
 
 #: In the place of a transport: `distca.attention`, the kernel without plan and context.
 LOCAL = "local"
@@ -26,15 +29,25 @@ LOCAL = "local"
 Rows: TypeAlias = list[np.ndarray[Any, Any]]
 
 
+class UnavailableError(DistcaError):
+    """There are no such ranks here, because something is missing."""
+
+
 @dataclass
 class Returned:
-    """What a rank returned for a case, each time that it was computed; or why it was refused.
+    """What a rank returned for a case, each time that it was computed.
 
     Backward is deterministic twice, as it always is on the CPU. On CUDA a third one is not.
+
+    Attributes:
+        runs: what was returned.
+        refusal: why the case was refused, if it was.
+        is_fault: whether it had to be taken.
     """
 
     runs: list[Rows]
     refusal: str = ""
+    is_fault: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,7 +83,7 @@ def results_of_rank(where: Where, cases: Sequence[Case], seed: int, timeout: flo
         device = f"cuda:{torch.cuda.current_device()}"
     modes = (True, True) if where.device == "cpu" else (True, True, False)
     if where.transport == LOCAL:
-        return [_computed(partial(_local, where, case, seed), modes) for case in cases]
+        return [_computed(partial(_local, where, case, seed), modes, where, timeout) for case in cases]
     results = [Returned([]) for _ in cases]
     for heads in dict.fromkeys(case.heads for case in cases):
         chosen = [i for i, case in enumerate(cases) if case.heads == heads]
@@ -88,28 +101,35 @@ def results_of_rank(where: Where, cases: Sequence[Case], seed: int, timeout: flo
             )
         except InvalidArgumentError as error:
             if where.ranks > 1:
-                raise
+                raise UnavailableError(str(error)) from error
             for i in chosen:
                 results[i].refusal = str(error)
             continue
+        except (DeviceError, OperatingSystemError) as error:
+            raise UnavailableError(str(error)) from error
         with context:
             for i, plan in zip(chosen, plans, strict=True):
                 step = partial(_step, cases[i], plan.for_rank(rank), context, seed)
-                results[i] = _computed(step, modes)
+                results[i] = _computed(step, modes, where, timeout)
             if device != "cpu":
                 torch.cuda.synchronize()
             context.check()
     return results
 
 
-def _computed(compute: Callable[[bool], Rows], modes: Sequence[bool]) -> Returned:
-    """What `compute` returns in each mode, deterministic or not."""
+def _computed(compute: Callable[[bool], Rows], modes: Sequence[bool], where: Where, timeout: float) -> Returned:
+    """What `compute` returns in each mode, deterministic or not. The process ends if one takes longer than `timeout`,
+    as it does where a kernel hangs. Only ATen's flash attention may refuse a case.
+    """
     returned = Returned([])
     try:
         for deterministic in modes:
+            faulthandler.dump_traceback_later(timeout + _GRACE_SECONDS, exit=True)
             returned.runs.append(compute(deterministic))
     except InvalidArgumentError as error:
-        returned.refusal = str(error)
+        returned.refusal, returned.is_fault = str(error), where.attention != "flash"
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     return returned
 
 

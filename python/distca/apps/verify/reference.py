@@ -20,6 +20,12 @@ class Results(NamedTuple):
     dv: torch.Tensor
     dsinks: torch.Tensor | None
 
+    def terms_of_dsinks(self, inputs: Inputs) -> torch.Tensor:
+        """What is summed up over rows, ``[rows, query heads]``: the share of a sink times -delta."""
+        assert inputs.sinks is not None
+        delta = (self.out * inputs.dout).sum(2) - (0 if inputs.dlse is None else inputs.dlse)
+        return -torch.exp(inputs.sinks - self.lse) * delta
+
 
 def _scale(case: Case) -> float:
     return case.heads.dim**-0.5 if case.scale is None else case.scale

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
 
 import numpy as np
 import torch
 
 from distca.apps.common.ranks import start_ranks
 from distca.apps.verify.cases import Case, all_features, all_shapes, between_ranks, random_inputs
-from distca.apps.verify.ranks import LOCAL, Returned, Rows, Where, results_of_rank, rows_of_rank
+from distca.apps.verify.ranks import LOCAL, Returned, Rows, UnavailableError, Where, results_of_rank, rows_of_rank
 from distca.apps.verify.reference import exact, rounded
 from distca.connect.launch import RankError
 from distca.heads import DTYPES, Heads
@@ -28,11 +28,11 @@ MOST_RMS_OF_FLASH = 1.5
 #: How far lse may be off because kernels make exponentials no better than the inputs' dtype can show, in units of that
 #: dtype's rounding of a weight.
 LSE_UNITS = 2.0**-8
+#: How far the gradient of a sink may be off, in roundings of the root of the sum of its terms' squares.
+SUM_UNITS = 16
 _UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 _MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 _NAMES_OF_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
-#: What one rank returned, by heads and name of the case.
-Expected: TypeAlias = dict[tuple[Heads, str], Returned]
 
 
 @dataclass(frozen=True)
@@ -81,53 +81,65 @@ class Scope:
 
 def checks(scope: Scope) -> Iterator[Check]:
     """Does the checks one after the other. Those of the same `Check.where` follow each other."""
+    cases: list[Case] = []
+    between: list[list[Case]] = []  # by dtype
+    for dtype in scope.dtypes:
+        narrow, wide = (Heads(4, 2, dim, dtype=dtype) for dim in (64, 128))
+        if scope.heads is not None:
+            narrow = wide = replace(scope.heads, dtype=dtype)
+        else:
+            cases += [*all_shapes(dtype), *all_features(wide)]
+        cases += all_features(narrow)
+        between.append(between_ranks(narrow))
+    judge = _Judge(scope.seed)
     for attention in scope.attentions:
-        cases: list[Case] = []
-        between: dict[torch.dtype, list[Case]] = {}
-        for dtype in scope.dtypes:
-            narrow, wide = (Heads(4, 2, dim, dtype=dtype) for dim in (64, 128))
-            if scope.heads is not None:
-                narrow = wide = replace(scope.heads, dtype=dtype)
-            else:
-                cases += [*all_shapes(dtype), *all_features(wide)]
-            cases += all_features(narrow)
-            between[dtype] = between_ranks(narrow)
-        yield from _of_attention(scope, attention, cases, between)
+        yield from _of_attention(scope, attention, cases, between, judge)
+
+
+class _Judge:
+    """Judges results, with a reference that is made once for each case."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._references: dict[Case, Reference] = {}
+
+    def judged(self, where: Where, case: Case, of_ranks: list[Returned], alone: Returned | None) -> Check:
+        """The check of what ranks returned; `alone` is what one rank returned, if it was not that one."""
+        same = replace(case, name="", retain_bytes=0, reduce_dtype=torch.float32)
+        if same not in self._references:
+            self._references[same] = Reference(same, self._seed)
+        return _judged(where, case, of_ranks, alone, self._references[same], self._seed)
 
 
 def _of_attention(
-    scope: Scope, attention: str, cases: list[Case], between: dict[torch.dtype, list[Case]]
+    scope: Scope, attention: str, cases: list[Case], between: list[list[Case]], judge: _Judge
 ) -> Iterator[Check]:
     one_rank = Where(scope.device, attention, "loopback", 1)
-    of_ranks = [case for of_dtype in between.values() for case in of_dtype]
+    all_cases = [*cases, *itertools.chain.from_iterable(between)]
     try:
-        (alone,) = _run(one_rank, [*cases, *of_ranks], scope)
+        (alone,) = _run(one_rank, all_cases, scope)
     except RankError as error:
         yield _failed(one_rank, error)
         return
     for case, returned in zip(cases, alone, strict=False):
-        yield _judged(one_rank, case, [returned], None, scope.seed)
-    expected: Expected = {
-        (case.heads, case.name): returned for case, returned in zip([*cases, *of_ranks], alone, strict=True)
-    }
-    heads = {case.heads for case in of_ranks}
+        yield judge.judged(one_rank, case, [returned], None)
+    expected = dict(zip(all_cases, alone, strict=True))
+
+    def of_ranks(where: Where, cases: list[Case]) -> Iterator[Check]:
+        try:
+            returned_by = _run(where, cases, scope)
+        except RankError as error:
+            yield _failed(where, error)
+            return
+        for i, case in enumerate(cases):
+            yield judge.judged(where, case, [returned[i] for returned in returned_by], expected[case])
+
+    heads = {case.heads for of_dtype in between for case in of_dtype}
     local = [case for case in cases if case.heads in heads and not case.bidirectional and not case.branches]
-    yield from _of_ranks(replace(one_rank, transport=LOCAL), local, expected, scope)
+    yield from of_ranks(replace(one_rank, transport=LOCAL), local)
     for transport in scope.transports:
-        where = replace(one_rank, transport=transport, ranks=scope.ranks)
-        for of_dtype in between.values():  # in processes of their own: no transport has to begin twice in one
-            yield from _of_ranks(where, of_dtype, expected, scope)
-
-
-def _of_ranks(where: Where, cases: Sequence[Case], expected: Expected, scope: Scope) -> Iterator[Check]:
-    try:
-        returned_by = _run(where, cases, scope)
-    except RankError as error:
-        yield _failed(where, error)
-        return
-    for i, case in enumerate(cases):
-        of_ranks = [returned[i] for returned in returned_by]
-        yield _judged(where, case, of_ranks, expected[case.heads, case.name], scope.seed)
+        for of_dtype in between:  # in processes of their own: no transport has to begin twice in one
+            yield from of_ranks(replace(one_rank, transport=transport, ranks=scope.ranks), of_dtype)
 
 
 def _run(where: Where, cases: Sequence[Case], scope: Scope) -> list[list[Returned]]:
@@ -141,22 +153,26 @@ def _run(where: Where, cases: Sequence[Case], scope: Scope) -> list[list[Returne
 
 
 def _failed(where: Where, error: RankError) -> Check:
-    """The check whose ranks failed. What is refused before anything moves is not here; anything else is a fault."""
-    is_absent = error.mistake or error.exception in ("DeviceError", "OperatingSystemError")
+    """The check whose ranks failed. What is missing here is no fault; anything else is."""
+    is_absent = error.exception == UnavailableError.__name__
     return Check(where.name, "", None if is_absent else False, error.headline if error.expected else str(error))
 
 
-def _judged(where: Where, case: Case, of_ranks: list[Returned], alone: Returned | None, seed: int) -> Check:
+def _judged(
+    where: Where, case: Case, of_ranks: list[Returned], alone: Returned | None, reference: Reference, seed: int
+) -> Check:
     """Compares what ranks returned with the reference and, bit by bit, with what one rank returned."""
     place = f"{where.name}, {_NAMES_OF_DTYPES[case.heads.dtype]}"
     problem = f"{_in_words(case.heads)}, {case.name}"
-    if refusal := next((one.refusal for one in of_ranks if one.refusal), ""):
-        return Check(place, problem, None, refusal)
+    if refused := next((one for one in of_ranks if one.refusal), None):
+        return Check(place, problem, False if refused.is_fault else None, refused.refusal)
+    if alone is not None and alone.refusal:
+        return Check(place, problem, None, alone.refusal)
     layout = case.layout(where.ranks, seed)
     runs = [_whole(case, layout, [one.runs[run] for one in of_ranks]) for run in range(len(of_ranks[0].runs))]
     results = runs[0]
     most_rms = MOST_RMS_OF_FLASH if where.attention == "flash" else MOST_RMS
-    errors = _largest([_errors(case, run, seed, most_rms) for run in (results, *runs[2:])])
+    errors = _largest([reference.errors(run, most_rms) for run in (results, *runs[2:])])
     wrong = [f"{one} has {error:.3g} times the error allowed" for one, error in errors.items() if not error <= 1]
     if not all(_is_padding(case, layout, rank, run) for rank, one in enumerate(of_ranks) for run in one.runs):
         wrong.append("padding rows have not out 0, lse -inf and gradients 0")
@@ -167,6 +183,41 @@ def _judged(where: Where, case: Case, of_ranks: list[Returned], alone: Returned 
         if one_rank is not None and not all(map(torch.equal, results[:3], one_rank[:3])):
             wrong.append("out, lse or dq have not the bits of one rank")
     return Check(place, problem, not wrong, "; ".join(wrong), errors)
+
+
+class Reference:
+    """The right results of a case, and how far off those are that are rounded no more than they must."""
+
+    def __init__(self, case: Case, seed: int) -> None:
+        inputs = random_inputs(case, seed)
+        self._dtype = case.heads.dtype
+        self._right = exact(case, inputs)
+        self._sizes: dict[str, tuple[float, float]] = {}
+        for name, expected, best in zip(NAMES, self._right, rounded(case, inputs), strict=True):
+            if expected is not None and best is not None:
+                off = best.double() - expected
+                self._sizes[name] = _rms(off), off.abs().max().item()
+        if inputs.sinks is not None:  # a few sums over all rows, whose terms were rounded
+            terms = self._right.terms_of_dsinks(inputs).square().sum(0).sqrt()
+            self._most_of_dsinks = SUM_UNITS * _UNIT_ROUNDOFF[self._dtype] * terms
+
+    def errors(self, results: Sequence[torch.Tensor], most_rms: float) -> dict[str, float]:
+        """The largest error of each result as a fraction of the allowed one; NaN where a result is NaN."""
+        errors = {}
+        for name, result, expected in zip(NAMES, results, self._right, strict=False):
+            assert expected is not None
+            off = result.double() - expected
+            if name == "dsinks":
+                errors[name] = (off.abs() / self._most_of_dsinks).max().item()
+                continue
+            dtype = torch.float32 if name == "lse" else self._dtype
+            ulp = 2.0 ** (math.floor(math.log2(expected.abs().max().item())) - _MANTISSA_BITS[dtype])
+            more = LSE_UNITS * _UNIT_ROUNDOFF[self._dtype] if name == "lse" else 0.0
+            theirs, their_largest = self._sizes[name]
+            rms = _rms(off) / (most_rms * theirs + _UNIT_ROUNDOFF[dtype] / 8 * _rms(expected) + more)
+            largest = off.abs().max().item() / (MOST_LARGEST * their_largest + ulp + more)
+            errors[name] = max(rms, largest) if not math.isnan(largest) else math.nan
+        return errors
 
 
 def _in_words(heads: Heads) -> str:
@@ -194,27 +245,6 @@ def _is_padding(case: Case, layout: Layout, rank: int, results: Rows) -> bool:
     is_padding = rows_of_rank(case, layout, rank) < 0
     values = (0.0, -math.inf, 0.0, 0.0, 0.0)
     return all(bool((torch.from_numpy(t)[is_padding] == x).all()) for t, x in zip(results, values, strict=False))
-
-
-def _errors(case: Case, results: Sequence[torch.Tensor], seed: int, most_rms: float) -> dict[str, float]:
-    """The largest error of each result as a fraction of the allowed one; NaN where a result is NaN."""
-    inputs = random_inputs(case, seed)
-    right, attainable = exact(case, inputs), rounded(case, inputs)
-    errors = {}
-    for name, result, expected, best in zip(NAMES, results, right, attainable, strict=False):
-        assert expected is not None and best is not None
-        off, theirs = result.double() - expected, best.double() - expected
-        if name == "dsinks":  # a few sums over all rows, whose terms were rounded
-            rounding = 8 * _UNIT_ROUNDOFF[case.heads.dtype]
-            errors[name] = float((off.abs() / (rounding * (expected.abs() + 2))).max())
-            continue
-        dtype = torch.float32 if name == "lse" else case.heads.dtype
-        ulp = 2.0 ** (math.floor(math.log2(expected.abs().max().item())) - _MANTISSA_BITS[dtype])
-        more = LSE_UNITS * _UNIT_ROUNDOFF[case.heads.dtype] if name == "lse" else 0.0
-        rms = _rms(off) / (most_rms * _rms(theirs) + _UNIT_ROUNDOFF[dtype] / 8 * _rms(expected) + more)
-        largest = off.abs().max().item() / (MOST_LARGEST * theirs.abs().max().item() + ulp + more)
-        errors[name] = max(rms, largest) if not math.isnan(largest) else math.nan
-    return errors
 
 
 def _largest(errors: Sequence[dict[str, float]]) -> dict[str, float]:
