@@ -19,6 +19,7 @@ import distca
 from distca.apps import cli
 from distca.apps.verify import ranks as side_of_a_rank
 from distca.apps.verify.cases import Case, Inputs, all_features, all_shapes, between_ranks, random_inputs
+from distca.apps.verify.command import _without_nan
 from distca.apps.verify.ranks import Returned, Where, results_of_rank
 from distca.apps.verify.reference import exact, rounded
 from distca.apps.verify.verify import MOST_RMS, NAMES, Reference, _failed, _judged
@@ -223,9 +224,14 @@ def test_what_is_missing_is_not_available_and_what_fails_is_a_fault() -> None:
 
 
 def test_what_one_rank_could_not_compute_is_not_compared(returned: tuple[list[Returned], Returned]) -> None:
-    ranks, _ = returned
-    check = _judged(RANKS, CASE, ranks, Returned([], "no such heads"), RIGHT, 5)
-    assert check.passed is None and check.wrong == "no such heads"
+    """The ranks have returned something, or were refused too, which is no further fault."""
+    for ranks in (returned[0], [Returned([], "not these heads", is_fault=True)] * 3):
+        check = _judged(RANKS, CASE, ranks, Returned([], "no such heads"), RIGHT, 5)
+        assert check.passed is None and check.wrong == "no such heads"
+
+
+def test_an_error_that_is_nan_is_null_in_json() -> None:
+    assert _without_nan({"out": 0.5, "dq": float("nan")}) == {"out": 0.5, "dq": None}
 
 
 def _refusing(_: bool) -> side_of_a_rank.Rows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -92,7 +93,8 @@ def run(options: argparse.Namespace) -> int:
     passed, failed = (sum(check.passed is wanted for check in found) for wanted in (True, False))
     print(f"{passed} ok, {len(found) - passed - failed} not available, {failed} wrong")
     if options.json is not None:
-        content = {"checks": [asdict(check) for check in found], "seed": scope.seed, **facts}
+        checked = [asdict(check) | {"errors": _without_nan(check.errors)} for check in found]
+        content = {"checks": checked, "seed": scope.seed, **facts}
         options.json.write_text(json.dumps(content, indent=1) + "\n")
     return 0 if passed and not failed else 1
 
@@ -109,6 +111,11 @@ def _lines(where: str, checks: Sequence[Check]) -> str:
             mark = "--" if check.passed is None else "!!"
             lines.append(f"{mark} {where}{', ' * bool(check.problem)}{check.problem}: {check.wrong}")
     return "\n".join(dict.fromkeys(lines))  # a transport that is missing is so for every dtype
+
+
+def _without_nan(errors: dict[str, float]) -> dict[str, float | None]:
+    """The errors with None in the place of NaN, which JSON lacks."""
+    return {name: None if math.isnan(error) else error for name, error in errors.items()}
 
 
 def _scope(options: argparse.Namespace) -> Scope:

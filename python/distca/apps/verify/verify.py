@@ -164,10 +164,10 @@ def _judged(
     """Compares what ranks returned with the reference and, bit by bit, with what one rank returned."""
     place = f"{where.name}, {_NAMES_OF_DTYPES[case.heads.dtype]}"
     problem = f"{_in_words(case.heads)}, {case.name}"
+    if alone is not None and alone.refusal:  # its own check says whether that is a fault
+        return Check(place, problem, None, alone.refusal)
     if refused := next((one for one in of_ranks if one.refusal), None):
         return Check(place, problem, False if refused.is_fault else None, refused.refusal)
-    if alone is not None and alone.refusal:
-        return Check(place, problem, None, alone.refusal)
     layout = case.layout(where.ranks, seed)
     runs = [_whole(case, layout, [one.runs[run] for one in of_ranks]) for run in range(len(of_ranks[0].runs))]
     results = runs[0]
