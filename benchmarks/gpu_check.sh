@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds what is missing, runs all tests that need a GPU and the short benchmarks on it: under 8 minutes on 16 cores.
+# Builds what is missing, runs all tests that need a GPU and the short benchmarks on it: under 10 minutes on 16 cores.
 #
 #   benchmarks/gpu_check.sh [FOLDER]      default: build/gpu-check
 #
