@@ -55,7 +55,7 @@ def test_branches_are_as_exact_as_pytorch_and_have_the_bits_of_whole_documents(
 ) -> None:
     heads = distca.Heads(4, 2, 32, dtype=dtype)
     pool = ErrorPool(dtype)
-    for seed in (3, 4, 5):
+    for seed in range(3, 9):
         tree = random_tree(seed)
         batch = random_batch(tree.lengths, heads, seed)
         ranges = random_ranges(tree.lengths, seed, [rows.start for rows in tree.own]) if seed == 5 else {}
@@ -72,7 +72,7 @@ def test_branches_are_as_exact_as_pytorch_and_have_the_bits_of_whole_documents(
                 attention_of_tree(batch, tree, dtype, fused=True, **masks),
                 attention_of_tree(batch, tree, torch.float64, **masks),
             )
-    pool.check(1.2)  # the largest error of five plans stands beside PyTorch's only one
+    pool.check()
 
 
 @DTYPES
