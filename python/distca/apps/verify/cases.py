@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -167,7 +167,7 @@ def all_shapes(dtype: torch.dtype) -> list[Case]:
         Heads(3, 3, 80),
         Heads(2, 1, 96),
     ]
-    cases = [Case("documents", _in(dtype, heads)) for heads in shapes]
+    cases = [Case("documents", replace(heads, dtype=dtype)) for heads in shapes]
     return [*cases, Case("one long document", Heads(2, 1, 128, dtype=dtype), (2500,))]
 
 
@@ -195,8 +195,4 @@ def between_ranks(heads: Heads) -> list[Case]:
     found = {case.name: case for case in all_features(heads)}
     names = ("documents", "window", "rows that see each other", "shared prompts", "all together")
     retained = Case("retained keys", heads, retain_bytes=1 << 30)
-    return [*(found[name] for name in names), retained, Case("sums in 16 bits", heads, reduce_dtype=heads.dtype)]
-
-
-def _in(dtype: torch.dtype, heads: Heads) -> Heads:
-    return Heads(heads.q, heads.kv, heads.dim, heads.v_dim, dtype)
+    return [*(found[name] for name in names), retained, Case("sums in their dtype", heads, reduce_dtype=heads.dtype)]

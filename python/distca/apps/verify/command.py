@@ -9,15 +9,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from distca.apps.common.machine import setting
 from distca.apps.common.options import add_debug
+from distca.apps.verify.verify import Check, Scope, checks
 from distca.errors import InvalidArgumentError
 from distca.heads import DTYPES, Heads
-
-if TYPE_CHECKING:
-    from distca.apps.verify.verify import Check, Scope
 
 #: How rows may travel between the ranks of one machine, by device.
 TRANSPORTS = {"cpu": ("shm", "torch"), "cuda": ("cuda-ipc", "nvshmem")}
@@ -73,8 +73,6 @@ def add_command(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command and returns its exit code."""
-    from distca.apps.verify.verify import checks
-
     scope = _scope(options)
     if options.json is not None:  # minutes later would be late
         try:
@@ -99,14 +97,14 @@ def run(options: argparse.Namespace) -> int:
     return 0 if passed and not failed else 1
 
 
-def _lines(where: str, checks: Sequence[Check]) -> str:
+def _lines(where: str, group: Sequence[Check]) -> str:
     """One line for all checks that passed, and one for each other."""
-    passed = [check for check in checks if check.passed]
+    passed = [check for check in group if check.passed]
     lines = []
     if passed:
         worst, result = max((error, name) for check in passed for name, error in check.errors.items())
         lines.append(f"ok {where}: {len(passed)} problems, errors up to {worst:.2f} of those allowed (in {result})")
-    for check in checks:
+    for check in group:
         if not check.passed:
             mark = "--" if check.passed is None else "!!"
             lines.append(f"{mark} {where}{', ' * bool(check.problem)}{check.problem}: {check.wrong}")
@@ -124,10 +122,6 @@ def _scope(options: argparse.Namespace) -> Scope:
     Raises:
         InvalidArgumentError: an option has a value that is not allowed, or there is no such device.
     """
-    import torch
-
-    from distca.apps.verify.verify import Scope
-
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     usable = num_gpus > 0 and torch.cuda.get_device_capability() >= (8, 0)
     device = options.device or ("cuda" if usable else "cpu")

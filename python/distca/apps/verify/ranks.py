@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -163,7 +164,8 @@ def _step(case: Case, plan: Plan, context: Context, seed: int, deterministic: bo
 
 def _local(where: Where, case: Case, seed: int, deterministic: bool) -> Rows:
     """The case by `distca.attention`: rows of documents lie one after another."""
-    tasks = [(own.start, own.stop, own.start, own.stop) for own, _, _ in case.documents()]
+    ends = zip(itertools.accumulate(case.lengths), case.lengths, strict=True)
+    tasks = torch.tensor([(end - length, end, end - length, end) for end, length in ends])
 
     def attend(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
@@ -172,7 +174,7 @@ def _local(where: Where, case: Case, seed: int, deterministic: bool) -> Rows:
             q,
             k,
             v,
-            torch.tensor(tasks),
+            tasks,
             sinks,
             mask=case.mask,
             window=case.window,
