@@ -94,6 +94,9 @@ struct Task {
   RowView dout;   // backward: query heads x v_dim
   RowView delta;  // backward: query heads x 1, fp32
   RowView dq;     // written by backward; may be the same memory as dout (same strides)
+  /// One fp32 for each query head. Forward raises it to the head's largest score, softcap included, that a row of the
+  /// task sees; to NaN if the scores of a row are no numbers. Null where nobody asks.
+  float* max_logits = nullptr;
 };
 
 /// Everything that one call of a kernel computes. Tasks of one group do not overlap, and each sees only keys of its

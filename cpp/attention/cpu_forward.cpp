@@ -5,6 +5,7 @@
 // packed stays in its cache. It takes the heads of a document one after the other, because their rows lie side by side
 // in memory, and fetches the rows of the next head while it computes. Other units are packed by one pass, and their
 // query rows are attended by a second one.
+#include <atomic>
 #include <cmath>
 #include <limits>
 #include <optional>
@@ -124,6 +125,7 @@ struct Buffers {
   float* out;       // [heads, tiles] of sums [kTileRows, v_columns]
   float* row_base;  // [heads, tiles, kTileRows]
   float* row_sum;   // the same
+  float* row_max;   // the same
   float* rescale;   // [kTileRows]
 
   Buffers(const KernelCall& call, FloatCarver& carver) {
@@ -135,6 +137,7 @@ struct Buffers {
     out = carver.take(all * out_floats(call));
     row_base = carver.take(all * kTileRows);
     row_sum = carver.take(all * kTileRows);
+    row_max = carver.take(all * kTileRows);
     rescale = carver.take(kTileRows);
   }
 
@@ -170,7 +173,8 @@ void attend(const KernelCall& call, const Scores& scores, const PackedStep& step
     scale = 1.f;
   }
   micro.softmax_step(shape, scale, buffers.scores,
-                     {buffers.row_base + tile * kTileRows, buffers.row_sum + tile * kTileRows, buffers.rescale});
+                     {buffers.row_base + tile * kTileRows, buffers.row_sum + tile * kTileRows,
+                      buffers.row_max + tile * kTileRows, buffers.rescale});
   micro.add_values(shape, pairing.rows, call.v_columns, buffers.scores, step.values, key,
                    {buffers.out + tile * Buffers::out_floats(call), buffers.rescale, pairing.is_first});
 }
@@ -182,6 +186,26 @@ void store_lse(const Task& task, int64_t head, int64_t task_row, int64_t rows, c
     const float lse = row_sum[i] == 0.f ? -kInfinity : row_base[i] + std::log(row_sum[i]);
     std::memcpy(task.lse.at(task_row + i, head), &lse, sizeof(lse));
   }
+}
+
+/// Raises a maximum that workers share. NaN is above all numbers, 0 above -0.
+void raise(float& maximum, float value) {
+  const std::atomic_ref<float> shared(maximum);
+  const float raised = value + 0.f;
+  float now = shared.load(std::memory_order_relaxed);
+  while (!std::isnan(now) && !(raised <= now)) {
+    if (shared.compare_exchange_weak(now, raised, std::memory_order_relaxed)) break;
+  }
+}
+
+/// The largest score of some rows. The sums of those whose scores are no numbers are none.
+float largest_score(int64_t rows, const float* row_max, const float* row_sum) {
+  float largest = -kInfinity;
+  for (int64_t i = 0; i < rows; ++i) {
+    if (std::isnan(row_sum[i])) return row_sum[i];
+    largest = std::max(largest, row_max[i]);
+  }
+  return largest;
 }
 
 /// Attends the query rows of an item to the keys that are packed at `packed`.
@@ -210,6 +234,7 @@ void attend_rows(const KernelCall& call, const WorkItem& item, float* packed, co
   const int64_t all = call.group_heads * tiles;
   std::fill_n(buffers.row_base, all * kTileRows, -kInfinity);
   std::fill_n(buffers.row_sum, all * kTileRows, 0.f);
+  std::fill_n(buffers.row_max, all * kTileRows, -kInfinity);
 
   SeenRanges<kTileRows> seen[kMostTiles];
   int64_t first_step[kMostTiles];  // in which a row of the tile sees a key
@@ -237,6 +262,8 @@ void attend_rows(const KernelCall& call, const WorkItem& item, float* packed, co
       const int64_t tile = h * tiles + t, task_row = item.begin - task.q_begin + t * kTileRows;
       const float* row_sum = buffers.row_sum + tile * kTileRows;
       store_lse(task, head, task_row, rows_of(t), buffers.row_base + tile * kTileRows, row_sum);
+      if (task.max_logits != nullptr)
+        raise(task.max_logits[head], largest_score(rows_of(t), buffers.row_max + tile * kTileRows, row_sum));
       micro.store_sums(heads.dtype, rows_of(t), heads.v_dim, 1.f, row_sum,
                        buffers.out + tile * Buffers::out_floats(call), task.out.at(task_row, head),
                        task.out.row_stride);

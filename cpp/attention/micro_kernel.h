@@ -62,6 +62,7 @@ inline constexpr float kSlack = 5.f;
 struct SoftmaxState {
   float* row_base;  // what exponents are relative to: a score of the row, at most kSlack below its maximum so far
   float* row_sum;
+  float* row_max;  // the row's largest score so far
   float* rescale;  // output: the factor on the sums of earlier keys
 };
 

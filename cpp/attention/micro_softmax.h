@@ -107,6 +107,7 @@ DISTCA_INLINE void softmax_lanes(const ScoreTile& tile, int64_t lane, float scal
   }
   for (int64_t key = end; key < tile.end; key += kSums) store_keys<Operands>({}, key, scores);
   store(state.row_base + lane, new_base);
+  store(state.row_max + lane, larger(load(state.row_max + lane), found));
   store(state.row_sum + lane, fused(load(state.row_sum + lane), rescale, (sum[0] + sum[1]) + (sum[2] + sum[3])));
   store(state.rescale + lane, rescale);
 }

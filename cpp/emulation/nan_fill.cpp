@@ -23,7 +23,7 @@ void fill_returned(Backend& backend, const Dispatcher::Step& step) {
 
 void fill_with_nan(runtime::Context& context) {
   Backend& backend = context.backend();
-  const int64_t arena_bytes = context.options().slot_bytes;
+  const int64_t arena_bytes = context.arena_bytes();
   const std::span<std::byte> heap = context.transport().heap();
   for (int64_t slot = 0; slot < runtime::kNumSlots; ++slot)
     fill_bytes(backend, heap.data() + slot * arena_bytes, arena_bytes);

@@ -32,6 +32,12 @@ struct AddSinks {
   const float* sinks;
 };
 
+/// The arguments of largest, but for its terms.
+struct Largest {
+  int64_t n;
+  float* to;
+};
+
 struct ReduceScalars {
   DType dtype;
   int32_t num_chunks;
@@ -88,6 +94,15 @@ class QueuedBackend final : public Backend {
       const AddSinks& a = t.get<AddSinks>(0)[0];
       cpu_->add_sinks(a.heads, a.num_rows, a.out, a.lse, a.sinks, Parallel());
     });
+  }
+  bool finds_max_logits() const override { return cpu_->finds_max_logits(); }
+  void largest(std::span<const float* const> terms, int64_t n, float* to) override {
+    const Largest arguments = {n, to};
+    queue("largest scores", std::array{table_value("arguments", arguments), table_part("terms", terms)},
+          [this](const Table& t) {
+            const Largest& a = t.get<Largest>(0)[0];
+            cpu_->largest(t.get<const float*>(1), a.n, a.to);
+          });
   }
   // These ignore the Parallel, because the caller's threads may be gone when their turn comes.
   void forward(const attention::Problem& problem, const Parallel&) override {

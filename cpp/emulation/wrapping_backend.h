@@ -33,6 +33,8 @@ class WrappingBackend : public runtime::Backend {
                  const Parallel& parallel) override {
     inner_->add_sinks(heads, num_rows, out, lse, sinks, parallel);
   }
+  bool finds_max_logits() const override { return inner_->finds_max_logits(); }
+  void largest(std::span<const float* const> terms, int64_t n, float* to) override { inner_->largest(terms, n, to); }
   void forward(const attention::Problem& problem, const Parallel& parallel) override {
     inner_->forward(problem, parallel);
   }

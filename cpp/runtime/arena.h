@@ -11,6 +11,7 @@
 #include "common/error.h"
 #include "common/rows.h"
 #include "plan/tables.h"
+#include "runtime/max_logits.h"
 
 namespace distca::runtime {
 
@@ -29,6 +30,7 @@ struct DISTCA_EXPORT Arena {
   HeadShape heads;
   std::byte* arena = nullptr;
   std::byte* retained = nullptr;
+  MaxLogits max_logits;
   /// The place of each tensor of this rank, by TensorKind. Null if the step does not have the tensor.
   std::array<RowView, static_cast<size_t>(plan::TensorKind::kCount)> tensors = {};
 

@@ -1,6 +1,7 @@
 #include "runtime/backend.h"
 
 #include <charconv>
+#include <cmath>
 #include <cstdlib>
 #include <limits>
 #include <utility>
@@ -38,6 +39,13 @@ class CpuBackend final : public Backend {
   void add_sinks(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& lse, const float* sinks,
                  const Parallel& parallel) override {
     attention::add_sinks(heads, num_rows, out, lse, sinks, parallel);
+  }
+  void largest(std::span<const float* const> terms, int64_t n, float* to) override {
+    for (int64_t i = 0; i < n; ++i) {
+      to[i] = terms[0][i];
+      for (const float* term : terms.subspan(1))
+        if (!(term[i] <= to[i]) && !std::isnan(to[i])) to[i] = term[i];
+    }
   }
   void forward(const attention::Problem& problem, const Parallel& parallel) override {
     kernel_.forward(problem, parallel);

@@ -59,6 +59,10 @@ class DISTCA_EXPORT Backend : public Memory {
   /// Does what attention::add_sinks does. The sinks lie on the device.
   virtual void add_sinks(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& lse,
                          const float* sinks, const Parallel& parallel) = 0;
+  /// Whether forward raises the max_logits of tasks.
+  virtual bool finds_max_logits() const { return true; }
+  /// Sets to[i], for i < n, to the largest of all terms[j][i], or to NaN if one of them is NaN. There is a term.
+  virtual void largest(std::span<const float* const> terms, int64_t n, float* to) = 0;
   /// These do what attention::CpuAttention does. The tables of the problem lie on the host.
   virtual void forward(const attention::Problem& problem, const Parallel& parallel) = 0;
   virtual void backward(const attention::Problem& problem, const Parallel& parallel) = 0;

@@ -27,7 +27,8 @@ Registry& registry() {
 
 HeapNeeds heap_needs(int64_t num_ranks, int64_t slot_bytes) {
   // The send arena takes any one message, however it is aligned. What does not fit at once is sent in parts.
-  return {kNumSlots * slot_bytes, Signals(num_ranks).count(), slot_bytes + plan::kExtentAlignment};
+  return {kNumSlots * (slot_bytes + MaxLogits::bytes(num_ranks)), Signals(num_ranks).count(),
+          slot_bytes + plan::kExtentAlignment};
 }
 
 Context::Context(std::unique_ptr<transport::Transport> transport, ContextOptions options,
@@ -39,7 +40,7 @@ Context::Context(std::unique_ptr<transport::Transport> transport, ContextOptions
   require(options_.slot_bytes > 0 && options_.slot_bytes % plan::kExtentAlignment == 0,
           "context: slot_bytes = ", options_.slot_bytes, "; positive multiples of ", plan::kExtentAlignment,
           " are allowed");
-  require(static_cast<int64_t>(protocol_.transport().heap().size()) >= kNumSlots * options_.slot_bytes,
+  require(static_cast<int64_t>(protocol_.transport().heap().size()) >= kNumSlots * arena_bytes(),
           "context: the heap is smaller than its slots");
 }
 

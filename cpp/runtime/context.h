@@ -28,7 +28,7 @@ namespace distca::runtime {
 
 struct ContextOptions {
   std::string name = "default";
-  int64_t slot_bytes = 0;    // arena bytes of one slot
+  int64_t slot_bytes = 0;    // bytes of one slot for what plans arrange
   uint64_t cost_digest = 0;  // of the cost model with which plans must have been made
   std::chrono::milliseconds timeout{600'000};
 };
@@ -52,6 +52,8 @@ class DISTCA_EXPORT Context {
   Backend& backend() const { return *backend_; }
   const char* transport_name() { return protocol_.transport().name(); }
   transport::Transport& transport() { return protocol_.transport(); }
+  /// All bytes of one slot.
+  int64_t arena_bytes() const { return protocol_.arena_bytes(); }
   int64_t rank() const { return protocol_.rank(); }
   int64_t num_ranks() const { return protocol_.num_ranks(); }
   uint64_t step() const { return protocol_.step(); }

@@ -112,6 +112,8 @@ Dispatcher::Step& Dispatcher::begin(const plan::SliceView& slice, const ForwardT
   s.set(TensorKind::kOut, t.out);
   s.set(TensorKind::kLse, t.lse);
   s.retained = t.retained;
+  s.returned_max_logits = t.max_logits;
+  s.scores.finds_max_logits = t.max_logits != nullptr;
   open(s, part);
   return s;
 }
@@ -167,6 +169,9 @@ void Dispatcher::open(Step& s, Part part) {
   s.id = protocol_.begin(s.phase, s.slice.header(), s.scores, part);
   s.state = Step::State::kDispatched;
   s.arena = protocol_.arena();
+  s.max_logits = {};
+  if (const int64_t n = protocol_.num_ranks(); s.scores.finds_max_logits)
+    s.max_logits = {s.arena, protocol_.arena_bytes() - MaxLogits::bytes(n), n, s.heads.q_heads};
   if (hooks_.begun) hooks_.begun(s);
   protocol_.grant(s.slice.waits(s.phase));
   dispatch_rows(s);
@@ -220,6 +225,8 @@ void Dispatcher::attend_groups(const Step& step, Rounds rounds, const Parallel& 
 /// whose operations must suit plans of any number of rounds.
 void Dispatcher::attend_rows(Step& step, const Parallel& parallel) {
   const Protocol::Timer timer(protocol_, "attend");
+  if (step.max_logits.is_asked())
+    backend_.fill(step.max_logits.found(), step.max_logits.extent_of_found(), Fill::kMinusInfinity);
   attend_groups(step, {-1, 0}, parallel);
   find_last_home(step);
   const auto groups = step.slice.groups();
@@ -268,6 +275,7 @@ void Dispatcher::collect_rows(Step& step, const Parallel& parallel) {
     receive_home(step, round);
   }
   fill_padding(step);
+  if (step.max_logits.is_asked()) find_max_logits(step);
   if (step.phase == Phase::kForward && step.scores.sinks != nullptr)
     backend_.add_sinks(step.heads, step.slice.header().num_rows, step.local(TensorKind::kOut),
                        step.local(TensorKind::kLse), step.scores.sinks, parallel);
@@ -314,9 +322,27 @@ void Dispatcher::send_home(const Step& step, int64_t round, Rounds after) {
       protocol_.put(peer, s.target, f.row_stride(), f.head_stride, step.in_arena(Direction::kIn, kind, heads, s.source),
                     step.extent(Direction::kOut, kind, heads, s.num_rows));
     }
-    if (round > 0 || last_home_[static_cast<size_t>(peer)] < after.end)
+    if (round > 0 || last_home_[static_cast<size_t>(peer)] < after.end) {
+      if (round == 0 && step.max_logits.is_asked()) put_max_logits(step, peer);
       protocol_.announce(Direction::kOut, peer, round);
+    }
   }
+}
+
+/// Puts the largest scores of a home's rows into its slot. All results of forward are of round 0. Therefore all tasks
+/// of the home are computed when the last message of that round goes to it.
+void Dispatcher::put_max_logits(const Step& step, int64_t home) {
+  const MaxLogits& m = step.max_logits;
+  const RowView found = m.row(m.found_for(home));
+  protocol_.put(home, m.target_of(protocol_.rank()), found.row_stride, found.head_stride, found, m.extent_of_row());
+}
+
+/// Takes the largest of what this rank and its servers have found in its rows.
+void Dispatcher::find_max_logits(const Step& step) {
+  max_logits_.assign(1, step.max_logits.found_for(protocol_.rank()));
+  for (const plan::WaitRow& w : step.slice.waits(step.phase))
+    if (w.direction == static_cast<int64_t>(Direction::kOut)) max_logits_.push_back(step.max_logits.told_by(w.peer));
+  backend_.largest(max_logits_, step.max_logits.q_heads(), step.returned_max_logits);
 }
 
 void Dispatcher::receive_home(const Step& step, int64_t round) {
@@ -367,6 +393,8 @@ void Dispatcher::poison(const Step& step) {
   const int64_t num_rows = step.slice.header().num_rows;
   for (TensorKind kind : step.returned())
     protocol_.poison(step.local(kind), step.extent(Direction::kOut, kind, step.all_heads(), num_rows));
+  if (step.max_logits.is_asked())
+    protocol_.poison(step.max_logits.row(step.returned_max_logits), step.max_logits.extent_of_row());
 }
 
 }  // namespace distca::runtime

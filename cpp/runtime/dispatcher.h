@@ -25,6 +25,7 @@ struct ForwardTensors {
   RowView q, k, v;
   RowView out, lse;               // returned; lse [T, q_heads] fp32
   std::byte* retained = nullptr;  // returned too, as many bytes as the plan retains; null where no backward will come
+  float* max_logits = nullptr;    // returned too, one for each query head; null where nobody asks
 };
 struct BackwardTensors {
   RowView q, k, v, out, lse, dout, dlse;  // without dlse.data, lse has no gradient
@@ -88,6 +89,8 @@ class Dispatcher {
 
   void attend_groups(const Step& step, Rounds rounds, const Parallel& parallel);
   void retain_keys(const Step& step);
+  void put_max_logits(const Step& step, int64_t home);
+  void find_max_logits(const Step& step);
   void find_last_home(const Step& step);
   void send_home(const Step& step, int64_t round, Rounds after);
   void receive_home(const Step& step, int64_t round);
@@ -107,6 +110,7 @@ class Dispatcher {
   std::vector<RowWork> rows_;
   std::vector<int64_t> last_home_;  // by peer: the last `after` of the first round of results
   std::vector<const plan::SendRow*> homeward_;
+  std::vector<const float*> max_logits_;
 };
 
 /// The state of a step from its dispatch until it is collected.
@@ -117,6 +121,7 @@ struct DISTCA_EXPORT Dispatcher::Step : Arena {
   StepId id;
   plan::SliceView slice{{}};
   ScoreOptions scores;
+  float* returned_max_logits = nullptr;
   /// Of backward steps. The last one is in use. Those before it were too short; work on any stream may still read them,
   /// and an allocator that knows one stream alone would give them to others.
   std::vector<std::shared_ptr<std::byte>> deltas;

@@ -16,13 +16,13 @@ constexpr const char* kOwnRows = "its own rows to arrive";
 
 }  // namespace
 
-Protocol::Protocol(std::unique_ptr<transport::Transport> transport, std::string context_name, int64_t arena_bytes,
+Protocol::Protocol(std::unique_ptr<transport::Transport> transport, std::string context_name, int64_t slot_bytes,
                    std::chrono::milliseconds timeout)
     : transport_(std::move(transport)),
       stream_(transport_->stream_order()),
       signals_(transport_->num_ranks()),
       name_(std::move(context_name)),
-      arena_bytes_(arena_bytes),
+      arena_bytes_(slot_bytes + MaxLogits::bytes(transport_->num_ranks())),
       timeout_(timeout),
       watch_([this] { watch(); }),
       agree_([this] {
@@ -72,8 +72,9 @@ void Protocol::check_healthy() const {
                                 "close it and make a new one with distca.init. The fault was: ", poison_);
 }
 
-uint64_t ScoreOptions::scale_and_softcap() const {
-  return uint64_t{std::bit_cast<uint32_t>(softcap)} << 32 | std::bit_cast<uint32_t>(scale);
+uint64_t ScoreOptions::options_word() const {
+  const uint64_t cap = std::bit_cast<uint32_t>(softcap);  // without a sign
+  return uint64_t{finds_max_logits} << 63 | cap << 32 | std::bit_cast<uint32_t>(scale);
 }
 
 void Protocol::describe_plan(const plan::Header& plan) {
@@ -96,9 +97,8 @@ StepId Protocol::begin(plan::Phase phase, const plan::Header& plan, const ScoreO
   describe_plan(plan);
   at_.last_slot = free_slot();
   busy_[static_cast<size_t>(at_.last_slot)] = true;
-  const StepId step{
-      ++at_.num_steps, at_.last_slot, phase, static_cast<uint64_t>(plan.plan_digest), scores.scale_and_softcap(),
-      layer_};
+  const StepId step{++at_.num_steps,       at_.last_slot, phase, static_cast<uint64_t>(plan.plan_digest),
+                    scores.options_word(), layer_};
   at_.credits.use(step.slot, step.number);
   enter(step, part);
   const Timer timer(*this, kOwnRows, /*is_wait=*/true);
@@ -119,7 +119,7 @@ void Protocol::enter(const StepId& step, Part part) {
   at_.now = step;
   part_ = part;
   if (is_silent_) {
-    for (const uint64_t word : {call_word(), step.plan_digest, step.scale_and_softcap})
+    for (const uint64_t word : {call_word(), step.plan_digest, step.options_word})
       calls_.add(static_cast<int64_t>(word));
   } else {
     publish();
@@ -133,7 +133,7 @@ void Protocol::publish() {
   // another.
   transport_->publish(signals_.call(call), 0);
   transport_->publish(signals_.digest(call), step.plan_digest);
-  transport_->publish(signals_.scale_and_softcap(call), step.scale_and_softcap);
+  transport_->publish(signals_.options_word(call), step.options_word);
   transport_->publish(signals_.layer(call), step.layer);
   transport_->publish(signals_.call(call), call_word());
   transport_->publish(signals_.latest_step(), at_.num_steps);

@@ -48,6 +48,7 @@
 #include "plan/tables.h"
 #include "runtime/credits.h"
 #include "runtime/layer.h"
+#include "runtime/max_logits.h"
 #include "runtime/signals.h"
 #include "runtime/trace.h"
 #include "transport/stream_order.h"
@@ -55,16 +56,17 @@
 
 namespace distca::runtime {
 
-/// The values on which scores depend besides q, k and the mask. `scale` and `softcap` are the same on all ranks of a
-/// step; the others are a rank's own.
+/// The values on which scores depend besides q, k and the mask. `scale`, `softcap` and `finds_max_logits` are the same
+/// on all ranks of a step; the others are a rank's own.
 struct ScoreOptions {
   float scale = 1.f;
   float softcap = 0.f;
-  const float* sinks = nullptr;  // of this rank's rows: on the device, one for each query head; null for none
-  bool deterministic = false;    // as in attention::Problem
+  const float* sinks = nullptr;   // of this rank's rows: on the device, one for each query head; null for none
+  bool deterministic = false;     // as in attention::Problem
+  bool finds_max_logits = false;  // whether the largest scores are asked for
 
-  /// The word by which ranks compare scale and softcap.
-  uint64_t scale_and_softcap() const;
+  /// The word by which ranks compare what must be the same.
+  uint64_t options_word() const;
 };
 
 /// The work of a call: a whole step, one part of it, the recorded steps of a replay, or nothing because it was refused.
@@ -81,7 +83,7 @@ struct StepId {
   uint64_t number = 0;  // from 1
   int64_t slot = 0;
   plan::Phase phase = plan::Phase::kForward;
-  uint64_t plan_digest = 0, scale_and_softcap = 0, layer = kUnknownLayer;
+  uint64_t plan_digest = 0, options_word = 0, layer = kUnknownLayer;
 
   /// "step 7 (forward)"
   std::string name() const;
@@ -89,7 +91,8 @@ struct StepId {
 
 class Protocol {
  public:
-  Protocol(std::unique_ptr<transport::Transport> transport, std::string context_name, int64_t arena_bytes,
+  /// Plans arrange `slot_bytes` of each slot.
+  Protocol(std::unique_ptr<transport::Transport> transport, std::string context_name, int64_t slot_bytes,
            std::chrono::milliseconds timeout);
   ~Protocol();
 

@@ -34,9 +34,11 @@ std::string hex(uint64_t x) {
   return out.str();
 }
 
-std::string describe(uint64_t scale_and_softcap) {
-  return message("scale ", std::bit_cast<float>(static_cast<uint32_t>(scale_and_softcap)), " and softcap ",
-                 std::bit_cast<float>(static_cast<uint32_t>(scale_and_softcap >> 32)));
+std::string describe_options(uint64_t word) {
+  const bool finds_max_logits = word >> 63 != 0;
+  return message("scale ", std::bit_cast<float>(static_cast<uint32_t>(word)), " and softcap ",
+                 std::bit_cast<float>(static_cast<uint32_t>(word >> 32 & 0x7fffffffu)),
+                 finds_max_logits ? " and asks for max_logits" : "");
 }
 
 /// The kinds of faults outside of a context, by their numbers.
@@ -143,10 +145,11 @@ void Protocol::compare_with(int64_t peer) {
     const auto [digest, scores, layer, still_theirs] = words;
     if (still_theirs == theirs) {
       if (theirs == call_word() && digest == at_.now.plan_digest) {
-        if (scores == at_.now.scale_and_softcap) return compare_layer(peer, layer);
+        if (scores == at_.now.options_word) return compare_layer(peer, layer);
         fault_ = {FaultCode::kMismatch, {static_cast<uint64_t>(peer), digest, at_.now.plan_digest}};
-        throw PlanMismatchError(message(where(), ": ", name_of(peer), " came to this step with ", describe(scores),
-                                        ", this rank with ", describe(at_.now.scale_and_softcap)));
+        throw PlanMismatchError(message(where(), ": ", name_of(peer), " came to this step with ",
+                                        describe_options(scores), ", this rank with ",
+                                        describe_options(at_.now.options_word)));
       }
       const std::string difference = difference_to(peer, digest);
       fault_ = {FaultCode::kMismatch, {static_cast<uint64_t>(peer), digest, at_.now.plan_digest}, difference};

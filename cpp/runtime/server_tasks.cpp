@@ -30,6 +30,8 @@ attention::Task task_of(const plan::SliceView& slice, const Arena& arena, const 
     task.q = rows(TensorKind::kQ, t.forward_q);
     task.out = rows(TensorKind::kOut, t.forward_q);  // over q in the arena
     task.lse = rows(TensorKind::kLse, t.forward_lse);
+    if (arena.max_logits.is_asked())
+      task.max_logits = arena.max_logits.found_for(t.home) + heads.begin * arena.heads.group_heads();
   }
   return task;
 }

@@ -33,7 +33,7 @@ class Signals {
   /// Published by the owner for its peers, for each of the last kHistory calls: the digest of the plan of the call's
   /// step, the scale and softcap of its scores, its layer (layer.h), and which call it is (call_word).
   int64_t digest(uint64_t call) const { return published(kWords * static_cast<int64_t>(call % kHistory)); }
-  int64_t scale_and_softcap(uint64_t call) const { return digest(call) + 1; }
+  int64_t options_word(uint64_t call) const { return digest(call) + 1; }
   int64_t layer(uint64_t call) const { return digest(call) + 2; }
   int64_t call(uint64_t call) const { return digest(call) + 3; }
   static constexpr int64_t kWords = 4;

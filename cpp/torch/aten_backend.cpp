@@ -123,6 +123,8 @@ class AtenBackend final : public runtime::Backend {
   std::string attention(const HeadShape&) const override { return "ATen's flash attention"; }
   bool plan_independent(const HeadShape&) const override { return false; }
   bool takes_gradient_of_lse() const override { return false; }
+  bool finds_max_logits() const override { return false; }
+  void largest(std::span<const float* const>, int64_t, float*) override { throw InvalidArgumentError(kNoMaxLogits); }
   void check(const HeadShape& heads, float softcap) const override { check_flash(anchor_, heads, softcap); }
 
   std::shared_ptr<std::byte> allocate(int64_t bytes) override { return memory(bytes, /*is_zero=*/true); }

@@ -72,6 +72,8 @@ struct ForwardArguments {
   const Tensor &q, &k, &v, &plan;
   const std::optional<Tensor>&plan_backward, &sinks;
   StepOptions options;
+  bool retain = false;      // whether a backward step will follow
+  bool max_logits = false;  // whether they are asked for
 };
 
 /// The arguments of an operator that begins a backward step.
@@ -84,7 +86,7 @@ struct BackwardArguments {
 /// The checked arguments of a forward step, and the tensors that it returns. Everything that it views lives as long as
 /// it does.
 struct Forward {
-  Forward(const ForwardArguments& a, bool retain)
+  explicit Forward(const ForwardArguments& a)
       : q(loadable(a.q)),
         k(loadable(a.k)),
         v(loadable(a.v)),
@@ -101,7 +103,13 @@ struct Forward {
     check_recorded(*context, a.q, q, "q");
     check_recorded(*context, a.k, k, "k");
     check_recorded(*context, a.v, v, "v");
-    if (retain) retained = empty_bytes(q, slice.header().retained_bytes);
+    if (a.retain) retained = empty_bytes(q, slice.header().retained_bytes);
+    if (a.max_logits) {
+      require(context->backend().finds_max_logits(), kNoMaxLogits);
+      require(heads.q_heads <= runtime::MaxLogits::kMostHeads, "max_logits of ", heads.q_heads, " query heads; up to ",
+              runtime::MaxLogits::kMostHeads, " on a rank are allowed");
+      max_logits = new_max_logits(q, heads);
+    }
     check_backward(a.plan_backward);
   }
 
@@ -117,8 +125,13 @@ struct Forward {
   }
 
   runtime::ForwardTensors tensors() const {
-    return {rows_of(q, "q"),     rows_of(k, "k"),        rows_of(v, "v"),
-            rows_of(out, "out"), scalars_of(lse, "lse"), retained ? bytes_of(*retained) : nullptr};
+    return {rows_of(q, "q"),      rows_of(k, "k"),        rows_of(v, "v"),
+            rows_of(out, "out"),  scalars_of(lse, "lse"), retained ? bytes_of(*retained) : nullptr,
+            floats_of(max_logits)};
+  }
+  /// All that the step returns. What nobody asked for is empty.
+  std::tuple<Tensor, Tensor, Tensor, Tensor> results() const {
+    return {out, lse, retained ? *retained : empty_bytes(q, 0), max_logits ? *max_logits : no_max_logits(q)};
   }
 
   Tensor q, k, v, plan;
@@ -128,7 +141,7 @@ struct Forward {
   plan::SliceView slice{{}};
   runtime::ScoreOptions scores;
   Tensor out, lse;
-  std::optional<Tensor> retained;  // where a backward step will follow
+  std::optional<Tensor> retained, max_logits;
 };
 
 /// The checked arguments of a backward step, and the tensors that it returns.
@@ -215,42 +228,47 @@ std::tuple<Tensor, Tensor> core_attention(const Tensor& q, const Tensor& k, cons
   const Text name(context);
   return collective(name, [&] {
     const auto f = make_reused<Forward>(
-        ForwardArguments{q, k, v, plan, plan_backward, sinks, {name, scale, softcap, deterministic}},
-        /*retain=*/false);
+        ForwardArguments{q, k, v, plan, plan_backward, sinks, {name, scale, softcap, deterministic}});
     require(f->slice.header().retains == 0, "the plan has retain_bytes, and this operator returns nothing to keep for ",
-            "backward; call distca.core_attention, or torch.ops.distca.core_attention_retain");
+            "backward; call distca.core_attention, or torch.ops.distca.core_attention_all");
     const auto ctx = std::exchange(f->context, nullptr);  // the context may hold f: this avoids a cycle
     ctx->forward(f->slice, f->tensors(), f->scores, torch_threads(), f);
     return std::tuple{f->out, f->lse};
   });
 }
 
-std::tuple<Tensor, Tensor, Tensor> core_attention_retain(const Tensor& q, const Tensor& k, const Tensor& v,
-                                                         const Tensor& plan, std::optional<Tensor> plan_backward,
-                                                         std::optional<Tensor> sinks, int64_t retained_bytes,
-                                                         StringHandle context, std::optional<double> scale,
-                                                         double softcap, bool deterministic) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> core_attention_all(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                              const Tensor& plan, std::optional<Tensor> plan_backward,
+                                                              std::optional<Tensor> sinks, int64_t retained_bytes,
+                                                              StringHandle context, std::optional<double> scale,
+                                                              double softcap, bool deterministic, bool max_logits) {
   const Text name(context);
   return collective(name, [&] {
-    const auto f = make_reused<Forward>(
-        ForwardArguments{q, k, v, plan, plan_backward, sinks, {name, scale, softcap, deterministic}},
-        /*retain=*/retained_bytes != 0);
+    const auto f = make_reused<Forward>(ForwardArguments{q,
+                                                         k,
+                                                         v,
+                                                         plan,
+                                                         plan_backward,
+                                                         sinks,
+                                                         {name, scale, softcap, deterministic},
+                                                         /*retain=*/retained_bytes != 0,
+                                                         max_logits});
     require(retained_bytes == 0 || retained_bytes == f->slice.header().retained_bytes,
             "retained_bytes = ", retained_bytes, "; the plan says ", f->slice.header().retained_bytes,
             " on this rank; 0 keeps nothing");
     const auto ctx = std::exchange(f->context, nullptr);
     ctx->forward(f->slice, f->tensors(), f->scores, torch_threads(), f);
-    return std::tuple{f->out, f->lse, f->retained ? *f->retained : empty_bytes(q, 0)};
+    return f->results();
   });
 }
 
 int64_t dispatch(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& plan,
                  std::optional<Tensor> plan_backward, std::optional<Tensor> sinks, StringHandle context,
-                 std::optional<double> scale, double softcap, bool deterministic, bool retain) {
+                 std::optional<double> scale, double softcap, bool deterministic, bool retain, bool max_logits) {
   const Text name(context);
   return collective(name, [&] {
-    const auto f = make_reused<Forward>(
-        ForwardArguments{q, k, v, plan, plan_backward, sinks, {name, scale, softcap, deterministic}}, retain);
+    const auto f = make_reused<Forward>(ForwardArguments{
+        q, k, v, plan, plan_backward, sinks, {name, scale, softcap, deterministic}, retain, max_logits});
     const auto ctx = std::exchange(f->context, nullptr);
     return static_cast<int64_t>(ctx->dispatch(f->slice, f->tensors(), f->scores, f));
   });
@@ -295,12 +313,9 @@ std::tuple<Tensor, Tensor> collect(int64_t step, StringHandle context) {
   });
 }
 
-std::tuple<Tensor, Tensor, Tensor> collect_retained(int64_t step, StringHandle context) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> collect_all(int64_t step, StringHandle context) {
   const Text name(context);
-  return collective(name, [&] {
-    const auto f = collect_forward(step, name);
-    return std::tuple{f->out, f->lse, f->retained ? *f->retained : empty_bytes(f->q, 0)};
-  });
+  return collective(name, [&] { return collect_forward(step, name)->results(); });
 }
 
 std::tuple<Tensor, Tensor, Tensor> collect_backward(int64_t step, StringHandle context) {
@@ -321,30 +336,33 @@ STABLE_TORCH_LIBRARY_FRAGMENT(distca, m) {
       "str context=\"default\", float? scale=None, float softcap=0., bool deterministic=False) -> "
       "(Tensor out, Tensor lse)");
   m.def(
-      "core_attention_retain(Tensor q, Tensor k, Tensor v, Tensor plan, Tensor? plan_backward=None, "
+      "core_attention_all(Tensor q, Tensor k, Tensor v, Tensor plan, Tensor? plan_backward=None, "
       "Tensor? sinks=None, *, SymInt retained_bytes, str context=\"default\", float? scale=None, float softcap=0., "
-      "bool deterministic=False) -> (Tensor out, Tensor lse, Tensor retained)");
+      "bool deterministic=False, bool max_logits=False) -> "
+      "(Tensor out, Tensor lse, Tensor retained, Tensor max_logits)");
   m.def(
       "core_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor plan, "
       "Tensor? sinks=None, *, str context=\"default\", float? scale=None, float softcap=0., bool deterministic=False, "
       "Tensor? retained=None, Tensor? dlse=None) -> (Tensor dq, Tensor dk, Tensor dv)");
   m.def(
       "dispatch(Tensor q, Tensor k, Tensor v, Tensor plan, Tensor? plan_backward=None, Tensor? sinks=None, *, "
-      "str context=\"default\", float? scale=None, float softcap=0., bool deterministic=False, bool retain=False) -> "
-      "int");
+      "str context=\"default\", float? scale=None, float softcap=0., bool deterministic=False, bool retain=False, "
+      "bool max_logits=False) -> int");
   m.def(
       "dispatch_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor plan, "
       "Tensor? sinks=None, *, str context=\"default\", float? scale=None, float softcap=0., bool deterministic=False, "
       "Tensor? retained=None, Tensor? dlse=None) -> int");
   m.def("attend(int step, *, str context=\"default\") -> ()");
   m.def("collect(int step, *, str context=\"default\") -> (Tensor out, Tensor lse)");
-  m.def("collect_retained(int step, *, str context=\"default\") -> (Tensor out, Tensor lse, Tensor retained)");
+  m.def(
+      "collect_all(int step, *, str context=\"default\") -> "
+      "(Tensor out, Tensor lse, Tensor retained, Tensor max_logits)");
   m.def("collect_backward(int step, *, str context=\"default\") -> (Tensor dq, Tensor dk, Tensor dv)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(distca, CPU, m) {
   m.impl("core_attention", TORCH_BOX(&core_attention));
-  m.impl("core_attention_retain", TORCH_BOX(&core_attention_retain));
+  m.impl("core_attention_all", TORCH_BOX(&core_attention_all));
   m.impl("core_attention_backward", TORCH_BOX(&begin_backward<Part::kWhole>));
   m.impl("dispatch", TORCH_BOX(&dispatch));
   m.impl("dispatch_backward", TORCH_BOX(&begin_backward<Part::kDispatch>));
@@ -352,7 +370,7 @@ STABLE_TORCH_LIBRARY_IMPL(distca, CPU, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(distca, CUDA, m) {
   m.impl("core_attention", TORCH_BOX(&core_attention));
-  m.impl("core_attention_retain", TORCH_BOX(&core_attention_retain));
+  m.impl("core_attention_all", TORCH_BOX(&core_attention_all));
   m.impl("core_attention_backward", TORCH_BOX(&begin_backward<Part::kWhole>));
   m.impl("dispatch", TORCH_BOX(&dispatch));
   m.impl("dispatch_backward", TORCH_BOX(&begin_backward<Part::kDispatch>));
@@ -362,7 +380,7 @@ STABLE_TORCH_LIBRARY_IMPL(distca, CUDA, m) {
 STABLE_TORCH_LIBRARY_IMPL(distca, CompositeExplicitAutograd, m) {
   m.impl("attend", TORCH_BOX(&attend));
   m.impl("collect", TORCH_BOX(&collect));
-  m.impl("collect_retained", TORCH_BOX(&collect_retained));
+  m.impl("collect_all", TORCH_BOX(&collect_all));
   m.impl("collect_backward", TORCH_BOX(&collect_backward));
 }
 

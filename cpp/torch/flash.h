@@ -44,6 +44,9 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& dout, const Tens
 inline constexpr const char* kNoGradientOfLse =
     "the gradient of lse needs distca's own kernels (attention=\"own\"): PyTorch's flash attention takes none; "
     "use lse.detach()";
+/// What is said where the largest scores are asked for.
+inline constexpr const char* kNoMaxLogits =
+    "max_logits need distca's own kernels (attention=\"own\"): PyTorch's flash attention does not tell them";
 /// The gradient of lse, if a backend takes one. Else none; throws if it is not zero, for which a GPU's host waits.
 std::optional<Tensor> taken_gradient_of_lse(bool backend_takes_it, const std::optional<Tensor>& dlse);
 

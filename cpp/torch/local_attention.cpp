@@ -151,9 +151,10 @@ int64_t covered_rows(const Workspace& w) {
   return rows;
 }
 
+/// `max_logits`: the largest scores, which are raised; null where nobody asks.
 std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& tasks,
                                              const std::optional<Tensor>& sinks, const LocalOptions& options,
-                                             Workspace& w) {
+                                             float* max_logits, Workspace& w) {
   return guarded([&] {
     const HeadShape heads = heads_of(q, k, v);
     const attention::Scores scores = scores_of(options, heads);
@@ -171,6 +172,7 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
       w.tasks[i].q = rows_of(q, "q").from_row(row);
       w.tasks[i].out = rows_of(out, "out").from_row(row);
       w.tasks[i].lse = scalars_of(lse, "lse").from_row(row);
+      w.tasks[i].max_logits = max_logits;
     }
     w.backend->forward({heads, {&scores, 1}, w.groups, w.tasks, options.deterministic}, torch_threads());
     if (sink_values != nullptr) {
@@ -240,13 +242,39 @@ Workspace& cpu_workspace(const Tensor& q, const Tensor& k, const Tensor& v, doub
   return *guarded([&] { return &checked_workspace(q, k, v, softcap, choice.chosen_for(q, k, v)); });
 }
 
-std::tuple<Tensor, Tensor> cpu_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& tasks,
-                                       std::optional<Tensor> sinks, std::optional<double> scale, double softcap,
-                                       bool deterministic, std::optional<StringHandle> attention, StringHandle mask,
-                                       std::optional<int64_t> window) {
+/// attention_forward on the device of the tensors, by whom `choice` says.
+std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& tasks,
+                                   const std::optional<Tensor>& sinks, const LocalOptions& options,
+                                   const Choice& choice, float* max_logits) {
+  if (q.is_cpu()) {
+    Workspace& w = cpu_workspace(q, k, v, options.softcap, choice);
+    return attention_forward(q, k, v, tasks, sinks, options, max_logits, w);
+  }
+  Workspace* const w = gpu_workspace(q, k, v, options.softcap, choice);
+  if (w == nullptr) {
+    guarded([&] { require(max_logits == nullptr, kNoMaxLogits); });
+    return attention_by_flash(q, k, v, tasks, sinks, options);
+  }
+  return attention_forward(aligned_rows(q), aligned_rows(k), aligned_rows(v), tasks, sinks, options, max_logits, *w);
+}
+
+std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& tasks,
+                                     std::optional<Tensor> sinks, std::optional<double> scale, double softcap,
+                                     bool deterministic, std::optional<StringHandle> attention, StringHandle mask,
+                                     std::optional<int64_t> window) {
+  const Choice choice(attention);
+  return forward(q, k, v, tasks, sinks, local_options(scale, softcap, deterministic, mask, window), choice, nullptr);
+}
+std::tuple<Tensor, Tensor, Tensor> attention_all(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& tasks,
+                                                 std::optional<Tensor> sinks, std::optional<double> scale,
+                                                 double softcap, bool deterministic,
+                                                 std::optional<StringHandle> attention, StringHandle mask,
+                                                 std::optional<int64_t> window) {
   const Choice choice(attention);
   const LocalOptions options = local_options(scale, softcap, deterministic, mask, window);
-  return attention_forward(q, k, v, tasks, sinks, options, cpu_workspace(q, k, v, softcap, choice));
+  const Tensor max_logits = guarded([&] { return new_max_logits(q, heads_of(q, k, v)); });
+  const auto [out, lse] = forward(q, k, v, tasks, sinks, options, choice, floats_of(max_logits));
+  return {out, lse, max_logits};
 }
 std::tuple<Tensor, Tensor, Tensor> cpu_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                                                 const Tensor& out, const Tensor& lse, const Tensor& tasks,
@@ -260,16 +288,6 @@ std::tuple<Tensor, Tensor, Tensor> cpu_backward(const Tensor& dout, const Tensor
   return attention_backward(dout, q, k, v, out, lse, tasks, sinks, options, dlse, w);
 }
 
-std::tuple<Tensor, Tensor> gpu_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& tasks,
-                                       std::optional<Tensor> sinks, std::optional<double> scale, double softcap,
-                                       bool deterministic, std::optional<StringHandle> attention, StringHandle mask,
-                                       std::optional<int64_t> window) {
-  const Choice choice(attention);
-  const LocalOptions options = local_options(scale, softcap, deterministic, mask, window);
-  Workspace* const w = gpu_workspace(q, k, v, softcap, choice);
-  if (w == nullptr) return attention_by_flash(q, k, v, tasks, sinks, options);
-  return attention_forward(aligned_rows(q), aligned_rows(k), aligned_rows(v), tasks, sinks, options, *w);
-}
 std::tuple<Tensor, Tensor, Tensor> gpu_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                                                 const Tensor& out, const Tensor& lse, const Tensor& tasks,
                                                 std::optional<Tensor> sinks, std::optional<double> scale,
@@ -312,6 +330,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(distca, m) {
       "float softcap=0., bool deterministic=False, str? attention=None, str mask='causal', int? window=None) -> "
       "(Tensor out, Tensor lse)");
   m.def(
+      "attention_all(Tensor q, Tensor k, Tensor v, Tensor tasks, Tensor? sinks=None, *, float? scale=None, "
+      "float softcap=0., bool deterministic=False, str? attention=None, str mask='causal', int? window=None) -> "
+      "(Tensor out, Tensor lse, Tensor max_logits)");
+  m.def(
       "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor tasks, "
       "Tensor? sinks=None, *, float? scale=None, float softcap=0., bool deterministic=False, "
       "str? attention=None, Tensor? dlse=None, str mask='causal', int? window=None) -> "
@@ -320,13 +342,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(distca, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(distca, CPU, m) {
-  m.impl("attention", TORCH_BOX(&cpu_forward));
+  m.impl("attention", TORCH_BOX(&attention));
+  m.impl("attention_all", TORCH_BOX(&attention_all));
   m.impl("attention_backward", TORCH_BOX(&cpu_backward));
   m.impl("sink_gradient", TORCH_BOX(&sink_gradient));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(distca, CUDA, m) {
-  m.impl("attention", TORCH_BOX(&gpu_forward));
+  m.impl("attention", TORCH_BOX(&attention));
+  m.impl("attention_all", TORCH_BOX(&attention_all));
   m.impl("attention_backward", TORCH_BOX(&gpu_backward));
 }
 

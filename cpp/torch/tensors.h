@@ -7,6 +7,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <span>
 #include <stdexcept>
@@ -130,6 +131,22 @@ inline Tensor empty_rows(const Tensor& like, int64_t rows, int64_t heads, int64_
 inline Tensor empty_scalars(const Tensor& like, int64_t rows, int64_t heads) {
   const int64_t sizes[] = {rows, heads};
   return torch::stable::new_empty(like, sizes, torch::headeronly::ScalarType::Float);
+}
+
+/// One fp32 for each query head, -inf.
+inline Tensor new_max_logits(const Tensor& like, const HeadShape& heads) {
+  const int64_t sizes[] = {heads.q_heads};
+  Tensor t = torch::stable::new_empty(like, sizes, torch::headeronly::ScalarType::Float);
+  torch::stable::fill_(t, -std::numeric_limits<double>::infinity());
+  return t;
+}
+/// What an operator returns that was not asked for the largest scores.
+inline Tensor no_max_logits(const Tensor& like) {
+  const int64_t sizes[] = {0};
+  return torch::stable::new_empty(like, sizes, torch::headeronly::ScalarType::Float);
+}
+inline float* floats_of(const std::optional<Tensor>& t) {
+  return t.has_value() ? static_cast<float*>(t->data_ptr()) : nullptr;
 }
 
 inline Tensor empty_bytes(const Tensor& like, int64_t bytes) {

@@ -347,7 +347,7 @@ struct ForwardConsumer {
     for (int i = 0; i < kValueDim / 2; ++i) out[i] = hopper::product(out[i], rescale[i / 2 % 2]);
   }
 
-  /// Divides by the sums and writes out and the log-sum-exp.
+  /// Divides by the sums and writes out, the log-sum-exp and, where somebody asks, the largest scores.
   DISTCA_DEVICE void store(const WorkItem& item, const ForwardTile& tile) {
     const TaskEntry& task = p.tasks[item.task];
     const float exponent_scale = p.scores[tile.scores].map.exponent_scale;
@@ -367,6 +367,9 @@ struct ForwardConsumer {
         const float highest = hopper::product(row_max[r], exponent_scale);  // a power of two
         const float lse = sum == 0.f ? -kInfinity : highest * kLn2 + logf(sum);
         *reinterpret_cast<float*>(address(task.lse, token - task.q_begin, head)) = lse;
+        // The sum of a row whose scores are no numbers is none.
+        if (task.max_logits != nullptr)
+          hopper::raise_global(task.max_logits + head, sum == sum ? score_of(p.scores[tile.scores], row_max[r]) : sum);
       }
     }
   }

@@ -75,6 +75,7 @@ struct TaskEntry {
   RowView lse;
   RowView delta;
   RowView dq;
+  float* max_logits;  // of the group's query heads; null where nobody asks
 };
 
 /// Where the gradients of some rows of keys go.
@@ -163,6 +164,12 @@ struct ScoreEntry {
   ScoreMap map;
   float scale;
 };
+
+/// The score that a mapped one stands for, which is f of ScoreMap.
+DISTCA_INLINE float score_of(const ScoreEntry& entry, float mapped) {
+  if (entry.map.cap != 0.f) return mapped;
+  return entry.scale < 0.f ? -entry.scale * mapped : entry.scale * mapped;
+}
 
 /// The arguments of a kernel. They lie in constant memory, which is also read by an index that a thread computes.
 struct KernelParams {

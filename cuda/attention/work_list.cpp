@@ -128,6 +128,7 @@ void add_task(const Problem& problem, const Task& task, Signal signal, WorkList&
   entry.lse = task.lse;
   entry.delta = task.delta;
   entry.dq = task.dq;
+  entry.max_logits = task.max_logits;
   list.tasks.push_back(entry);
 }
 

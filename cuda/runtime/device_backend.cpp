@@ -57,6 +57,12 @@ struct AddSinksArguments {
   const float* sinks;
 };
 
+/// The arguments of largest that must be the same in each replay.
+struct LargestArguments {
+  int64_t n;
+  float* to;
+};
+
 constexpr int kLeastCapability = 8;  // the oldest that the kernels are compiled for (cuda/cuda.cmake)
 
 class DeviceBackend final : public runtime::Backend {
@@ -139,6 +145,13 @@ class DeviceBackend final : public runtime::Backend {
                                          lse,           sinks};
     queue("sinks", std::array{fixed_value("rows", arguments)},
           [=](const DeviceTable&, cudaStream_t stream) { cuda::add_sinks(heads, num_rows, out, lse, sinks, stream); });
+  }
+
+  bool finds_max_logits() const override { return own_attention_; }
+  void largest(std::span<const float* const> terms, int64_t n, float* to) override {
+    const LargestArguments arguments = {n, to};
+    queue("largest scores", std::array{fixed_value("heads", arguments), table_part("terms", terms)},
+          [=](const DeviceTable& t, cudaStream_t stream) { cuda::largest(t, 1, n, to, stream); });
   }
 
   void forward(const attention::Problem& problem, const Parallel& parallel) override {

@@ -55,6 +55,19 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+/// Each value takes a thread.
+__global__ void __launch_bounds__(kThreads)
+    largest_kernel(const uint64_t* num_terms, const float* const* terms, int64_t n, float* to) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= n) return;
+  float largest = terms[0][i];
+  for (uint64_t j = 1; j < *num_terms; ++j) {
+    const float term = terms[j][i];
+    if (!(term <= largest) && largest == largest) largest = term;
+  }
+  to[i] = largest;
+}
+
 struct Grid {
   dim3 blocks, threads;
 };
@@ -109,7 +122,14 @@ void add_sinks(const HeadShape& heads, int64_t num_rows, const RowView& out, con
   }
 }
 
+void largest(const DeviceTable& table, size_t part, int64_t n, float* to, cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>((n + kThreads - 1) / kThreads);
+  largest_kernel<<<blocks, kThreads, 0, stream>>>(table.counts() + part, table.part<const float* const>(part), n, to);
+  check(cudaGetLastError(), "the kernel that finds the largest scores");
+}
+
 void load_home_row_kernels() {
+  load_kernel(largest_kernel);
   load_kernel(row_delta_kernel<float>);
   load_kernel(row_delta_kernel<__nv_bfloat16>);
   load_kernel(row_delta_kernel<__half>);

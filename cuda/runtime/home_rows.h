@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "attention/attention.h"
+#include "runtime/device_table.h"
 
 namespace distca::cuda {
 
@@ -14,6 +15,8 @@ void row_delta(const HeadShape& heads, int64_t num_rows, const attention::DeltaR
 /// Does what attention::add_sinks does. The sinks lie on the device.
 void add_sinks(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& lse, const float* sinks,
                cudaStream_t stream);
+/// Does what Backend::largest does. The terms are a part of the table.
+void largest(const DeviceTable& table, size_t part, int64_t n, float* to, cudaStream_t stream);
 void load_home_row_kernels();
 
 }  // namespace distca::cuda

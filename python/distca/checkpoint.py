@@ -24,9 +24,9 @@ def save_core_attention() -> Any:
 
 def _policy(_ctx: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     ops = torch.ops.distca
-    whole = (ops.core_attention.default, ops.core_attention_retain.default)
+    whole = (ops.core_attention.default, ops.core_attention_all.default)
     # A step in parts saves the outputs of all its parts, so that none of them is run again.
-    parts = (ops.dispatch.default, ops.attend.default, ops.collect.default, ops.collect_retained.default)
+    parts = (ops.dispatch.default, ops.attend.default, ops.collect.default, ops.collect_all.default)
     if operator in whole + parts:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

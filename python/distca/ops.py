@@ -45,8 +45,9 @@ def core_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     deterministic: bool = False,
+    max_logits: bool = False,
     layer: int | str | StepOfTick | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Core attention of this rank's rows, ``softmax(scale * q k^T) v`` inside each document, computed by all ranks.
 
     This is a collective step. Every rank of the context makes the same calls in the same order, each with its own slice
@@ -74,13 +75,18 @@ def core_attention(
             whatever the plan, and dk and dv are the same from run to run. ``torch.use_deterministic_algorithms`` asks
             for it everywhere, and the CPU always computes so. The argument concerns distca's CUDA kernels; where ATen's
             flash attention computes, only torch's own switch counts.
+        max_logits: also return the largest logits, which QK-Clip (MuonClip) needs; the same on all ranks. Where ATen's
+            flash attention computes, that is an error.
         layer: number or name of the calling layer. Errors of this call and of its backward begin with it, and ranks
             compare it: another layer on a rank is a PlanMismatchError. A call without a layer, or in compiled code,
             goes with any, and so does a number with a name that does not begin with one.
 
     Returns:
         out ``[T, H, Dv]`` in q's dtype, and lse ``[T, H]`` float32, the natural log-sum-exp of each row's scaled
-        logits. Padding rows have out 0 and lse -inf, and take no gradient.
+        logits. Padding rows have out 0 and lse -inf, and take no gradient. With ``max_logits`` also max_logits ``[H]``
+        float32, not differentiable: for each head the largest logit, after scale and softcap, that a row of this rank
+        sees; sinks do not count. It is -inf where the rank has no rows, NaN where a row's logits are no numbers, and
+        has the same bits whatever the plan. ``torch.distributed.all_reduce`` with ``MAX`` gives that of the batch.
 
     Raises:
         InvalidArgumentError, PlanFormatError, CapacityError: before anything moves. If all ranks raise one of these,
@@ -98,24 +104,24 @@ def core_attention(
         scale, softcap = as_numbers(scale, softcap)
         if plan.in_parts or in_half():
             asked: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "deterministic": deterministic}
-            return core_attention_in_parts(q, k, v, call, context=context, **asked)
+            return core_attention_in_parts(q, k, v, call, context=context, max_logits=max_logits, **asked)
     q, k, v = as_autocast(q, k, v)
     tables = plan.tensor, None if plan_backward is None else plan_backward.tensor
     caller = Caller.of(context, layer)
     options = caller.options(scale, softcap, deterministic)
     sinks = None if sinks is None else sinks.float().contiguous()
     with caller.calls("core_attention"):
-        if plan.retains:
-            kept = retained_bytes(plan, plan_backward, q, k, v, sinks)
-            out, lse, _ = torch.ops.distca.core_attention_retain(
-                q, k, v, *tables, sinks, retained_bytes=kept, **options
+        if plan.retains or max_logits:
+            kept = retained_bytes(plan, plan_backward, q, k, v, sinks) if plan.retains else 0
+            out, lse, _, largest = torch.ops.distca.core_attention_all(
+                q, k, v, *tables, sinks, retained_bytes=kept, max_logits=max_logits, **options
             )
         else:
             out, lse = torch.ops.distca.core_attention(q, k, v, *tables, sinks, **options)
     caller.note()
     if layer_backward is not None and out.grad_fn is not None:
         out.grad_fn.metadata[_LAYER] = layer_backward
-    return out, lse
+    return (out, lse, largest) if max_logits else (out, lse)
 
 
 def attention(
@@ -130,7 +136,8 @@ def attention(
     scale: float | None = None,
     softcap: float = 0.0,
     attention: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    max_logits: bool = False,
+) -> tuple[torch.Tensor, ...]:
     """Core attention over tasks in this process's own tensors. It needs no context.
 
     out and lse are differentiable once, in q, k, v and sinks. On CUDA dtypes are bfloat16 and float16. On compute
@@ -154,10 +161,12 @@ def attention(
         scale: factor on the logits; ``D ** -0.5`` by default.
         softcap: if positive, logits become ``softcap * tanh(scale * q k^T / softcap)`` (Gemma 2).
         attention: what computes on a GPU: ``"own"``, ``"flash"`` or ``"auto"``, as in `distca.init`.
+        max_logits: also return the largest logits, which QK-Clip (MuonClip) needs. ATen's flash attention has none.
 
     Returns:
         out ``[Tq, H, Dv]`` in q's dtype, and lse ``[Tq, H]`` float32, the natural log-sum-exp of each row's scaled
-        logits. A row of no task has out 0 and lse -inf, and takes no gradient.
+        logits. A row of no task has out 0 and lse -inf, and takes no gradient. With ``max_logits`` also max_logits
+        ``[H]``, as `core_attention` returns it for its rows, of the rows that have a task.
 
     Raises:
         InvalidArgumentError: an argument is wrong, or ``attention`` cannot compute these shapes on this device.
@@ -182,8 +191,9 @@ def attention(
         tasks = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 4)
     if not isinstance(tasks, torch.Tensor):
         raise InvalidArgumentError(f"attention: tasks is a {type(tasks).__name__}; an int64 tensor [N, 4] is expected")
+    operator = torch.ops.distca.attention_all if max_logits else torch.ops.distca.attention
     with typed_errors():
-        return torch.ops.distca.attention(
+        return operator(
             q,
             k,
             v,
@@ -214,10 +224,24 @@ def _fake_forward(
     return q.new_empty(tokens, heads, v.shape[2]), q.new_empty(tokens, heads, dtype=torch.float32)
 
 
-def _fake_retain(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *tables: Any, retained_bytes: int, **options: Any
+def _fake_core_attention_all(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *tables: Any,
+    retained_bytes: int,
+    max_logits: bool = False,
+    **options: Any,
 ) -> tuple[torch.Tensor, ...]:
-    return (*_fake_forward(q, k, v, *tables, **options), q.new_empty(retained_bytes, dtype=torch.uint8))
+    retained = q.new_empty(retained_bytes, dtype=torch.uint8)
+    largest = q.new_empty(q.shape[1] if max_logits else 0, dtype=torch.float32)
+    return (*_fake_forward(q, k, v, *tables, **options), retained, largest)
+
+
+def _fake_attention_all(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any, **options: Any
+) -> tuple[torch.Tensor, ...]:
+    return (*_fake_forward(q, k, v, *others, **options), q.new_empty(q.shape[1], dtype=torch.float32))
 
 
 def _fake_backward(
@@ -235,10 +259,15 @@ def _fake_backward(
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
     q, k, v, table, *optional, sinks = inputs
-    out, lse, *retained = output
+    out, lse, *others = output
+    # Of others that the operator returns, the last one is max_logits, and what is before it is retained for backward.
+    retained = others[:-1]
+    ctx.mark_non_differentiable(*others)
     table_backward = optional[0] if optional and optional[0] is not None else table
     ctx.save_for_backward(q, k, v, out, lse, table_backward, sinks, *retained)
-    ctx.options = {name: value for name, value in keyword_only_inputs.items() if name != "retained_bytes"}
+    ctx.options = {
+        name: value for name, value in keyword_only_inputs.items() if name not in ("retained_bytes", "max_logits")
+    }
     ctx.num_inputs = len(inputs)
     ctx.set_materialize_grads(False)
 
@@ -289,9 +318,9 @@ def _register(*forwards: str, backward: str, collective: bool) -> None:
     operator = getattr(torch.ops.distca, backward)
     torch.library.register_fake(f"distca::{backward}")(_fake_backward)
     _differentiate_once(backward)
+    fakes = {"core_attention_all": _fake_core_attention_all, "attention_all": _fake_attention_all}
     for forward in forwards:
-        retains = forward == "core_attention_retain"
-        torch.library.register_fake(f"distca::{forward}")(_fake_retain if retains else _fake_forward)
+        torch.library.register_fake(f"distca::{forward}")(fakes.get(forward, _fake_forward))
         torch.library.register_autograd(
             f"distca::{forward}", _backward(operator, backward), setup_context=_save_for_backward, lib=_library
         )
@@ -321,6 +350,6 @@ def _fake_sink_gradient(
 for _name in ("sink_gradient", "sink_gradient_by_aten"):
     torch.library.register_fake(f"distca::{_name}")(_fake_sink_gradient)
     _differentiate_once(_name)
-_register("core_attention", "core_attention_retain", backward="core_attention_backward", collective=True)
-_register("attention", backward="attention_backward", collective=False)
+_register("core_attention", "core_attention_all", backward="core_attention_backward", collective=True)
+_register("attention", "attention_all", backward="attention_backward", collective=False)
 _register("attention_by_flash", backward="attention_by_flash_backward", collective=False)

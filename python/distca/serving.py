@@ -26,6 +26,7 @@ def serve(
     scale: float | None = None,
     softcap: float = 0.0,
     deterministic: bool = False,
+    max_logits: bool = False,
     layer: int | str | StepOfTick | None = None,
 ) -> None:
     """Takes part in one step on a rank without rows of its own: a dedicated server or an idle pipeline stage.
@@ -38,7 +39,7 @@ def serve(
             in ``plan.retain_bytes`` is 0).
         phase: ``"forward"`` or ``"backward"``.
         context: the context or its name.
-        scale, softcap: the same as on the other ranks.
+        scale, softcap, max_logits: the same as on the other ranks.
         deterministic: as in `core_attention`, for what this rank computes.
         layer: number or name of the layer that is served, the same as on the other ranks where they give one.
 
@@ -48,7 +49,8 @@ def serve(
     """
     _check_phase("serve", phase)
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "deterministic": deterministic}
-    serve_calls("serve", [Call("core_attention", phase, 0)], [[plan]], [[layer]], context=context, **options)
+    calls = [Call("core_attention", phase, 0)]
+    serve_calls("serve", calls, [[plan]], [[layer]], context=context, max_logits=max_logits, **options)
 
 
 @collective
@@ -61,6 +63,7 @@ def serve_ping_pong(
     scale: float | None = None,
     softcap: float = 0.0,
     deterministic: bool = False,
+    max_logits: bool = False,
 ) -> None:
     """Takes part in a whole forward or backward pass of `distca.PingPong`, as `serve` does in one step.
 
@@ -74,7 +77,7 @@ def serve_ping_pong(
             ``"stage"`` (all layers at once), or the sizes of the groups of layers that are run again together, in which
             a 0 stands for a layer that is not run again.
         context: the context or its name.
-        scale, softcap: the same as on the other ranks.
+        scale, softcap, max_logits: the same as on the other ranks.
         deterministic: as in `core_attention`, for what this rank computes.
 
     Raises:
@@ -87,7 +90,8 @@ def serve_ping_pong(
     names = [[number] * 2 for number in range(len(layers))]
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "deterministic": deterministic}
     # The model may number its layers otherwise.
-    serve_calls("serve_ping_pong", calls, layers, names, context=context, compares=False, **options)
+    more: dict[str, Any] = {"context": context, "max_logits": max_logits, "compares": False}
+    serve_calls("serve_ping_pong", calls, layers, names, **more, **options)
 
 
 def serve_calls(
@@ -97,6 +101,7 @@ def serve_calls(
     names: Sequence[Sequence[int | str | StepOfTick | None]],
     *,
     context: str | Context,
+    max_logits: bool,
     compares: bool = True,
     **options: Any,
 ) -> None:
@@ -109,6 +114,7 @@ def serve_calls(
         names: for each of these plans the layer, or the step of a tick.
         context: the context or its name.
         compares: whether ranks compare the names.
+        max_logits: whether the other ranks ask for them in forward.
         options: ``scale``, ``softcap`` and ``deterministic``, all of them.
 
     Raises:
@@ -124,7 +130,7 @@ def serve_calls(
         suffix = "" if phase == "forward" else "_backward"
         with caller.calls(part + suffix, compares=compares):
             if call.begins_step:
-                steps[call[1:]] = _begin(call, plans[layer][half or 0], caller, options)
+                steps[call[1:]] = _begin(call, plans[layer][half or 0], caller, max_logits, options)
             elif part == "attend":
                 torch.ops.distca.attend(steps[call[1:]], context=caller.context)
             else:
@@ -133,7 +139,7 @@ def serve_calls(
             caller.note()
 
 
-def _begin(call: Call, plan: Plan, caller: Caller, options: dict[str, Any]) -> Any:
+def _begin(call: Call, plan: Plan, caller: Caller, max_logits: bool, options: dict[str, Any]) -> Any:
     """Begins a step. Returns its number if it has parts."""
     ops, keywords = torch.ops.distca, caller.options(**options)
     q, k, v, out, lse = _no_rows(plan, caller.context)
@@ -141,8 +147,8 @@ def _begin(call: Call, plan: Plan, caller: Caller, options: dict[str, Any]) -> A
         backward = ops.dispatch_backward if call.part == "dispatch" else ops.core_attention_backward
         return backward(out, q, k, v, out, lse, plan.tensor, retained=_nothing_retained(plan, q), **keywords)
     if call.part == "dispatch":
-        return ops.dispatch(q, k, v, plan.tensor, **keywords)
-    return ops.core_attention_retain(q, k, v, plan.tensor, retained_bytes=0, **keywords)
+        return ops.dispatch(q, k, v, plan.tensor, max_logits=max_logits, **keywords)
+    return ops.core_attention_all(q, k, v, plan.tensor, retained_bytes=0, max_logits=max_logits, **keywords)
 
 
 def _check_phase(function: str, phase: str) -> None:

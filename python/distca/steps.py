@@ -101,9 +101,11 @@ def _abandon_broken_off(context: Context | None) -> None:
 class _Call:
     """What the three nodes of one call share. The graph owns it. Therefore it must not refer to the graph."""
 
-    def __init__(self, plan: Plan, plan_backward: Plan | None, caller: Caller, options: dict[str, Any]) -> None:
+    def __init__(
+        self, plan: Plan, plan_backward: Plan | None, caller: Caller, options: dict[str, Any], max_logits: bool
+    ) -> None:
         self.tables = (plan.tensor, None if plan_backward is None else plan_backward.tensor)
-        self.retains = plan.retains
+        self.retains, self.max_logits = plan.retains, max_logits
         self.caller = self.caller_backward = caller
         self.options = options
         self.number = -1
@@ -116,7 +118,9 @@ class _Call:
         self._versions = [_version_of(t) for t in inputs]
         q, k, v, *sinks = inputs
         with self.caller.calls("dispatch"):
-            self.number = torch.ops.distca.dispatch(q, k, v, *self.tables, *sinks, **self.options, retain=retain)
+            self.number = torch.ops.distca.dispatch(
+                q, k, v, *self.tables, *sinks, **self.options, retain=retain, max_logits=self.max_logits
+            )
         self.caller.note(self.number)
 
     def changed_input(self) -> str | None:
@@ -130,8 +134,8 @@ class _Call:
             torch.ops.distca.attend(self.number, context=self.caller.context)
 
     def collect(self) -> tuple[torch.Tensor, ...]:
-        """out and lse, and with a plan that retains also this rank's retained bytes."""
-        collect = torch.ops.distca.collect_retained if self.retains else torch.ops.distca.collect
+        """out and lse; with a plan that retains, or where max_logits are asked for, also what is retained, and them."""
+        collect = torch.ops.distca.collect_all if self.retains or self.max_logits else torch.ops.distca.collect
         with self.caller.calls("collect"):
             return collect(self.number, context=self.caller.context)
 
@@ -201,19 +205,21 @@ class _Attend(torch.autograd.Function):
 
 class _Collect(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, call: _Call, token: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        out, lse, *retained = call.collect()
+        out, lse, *others = call.collect()
+        retained, max_logits = others[:-1], others[-1:] if call.max_logits else []
         *rows, sinks = call.take_inputs()
         table, table_backward = call.tables
         # Save what the operator of the whole step saves, in the same order: activation checkpointing counts them.
         table = table if table_backward is None else table_backward
         ctx.save_for_backward(*rows, out, lse, table, sinks, *retained)
-        return out, lse
+        ctx.mark_non_differentiable(*max_logits)
+        return out, lse, *max_logits
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, *_: None) -> tuple[Any, ...]:
         with refusals_told(get_context(ctx.call.caller.context)):
             return _Collect._backward(ctx, dout, dlse)
 
@@ -279,6 +285,7 @@ def dispatch(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     deterministic: bool = False,
+    max_logits: bool = False,
     layer: int | str | StepOfTick | None = None,
 ) -> Step:
     """Sends this rank's rows to the servers that compute with them: the first part of a step.
@@ -293,7 +300,7 @@ def dispatch(
     It works in eager mode only, because a compiler could move the calls, or free rows that are still being sent.
 
     Args:
-        q, k, v, plan, plan_backward, context, scale, softcap, sinks, deterministic, layer: as in
+        q, k, v, plan, plan_backward, context, scale, softcap, sinks, deterministic, max_logits, layer: as in
             `distca.core_attention`.
 
     Returns:
@@ -313,7 +320,7 @@ def dispatch(
     check_tensors("dispatch", q, k, v, sinks)
     scale, softcap = as_numbers(scale, softcap)
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "deterministic": deterministic}
-    return begin(q, k, v, call, context=context, sinks=sinks, **options)
+    return begin(q, k, v, call, context=context, sinks=sinks, max_logits=max_logits, **options)
 
 
 def begin(
@@ -324,6 +331,7 @@ def begin(
     *,
     context: str | Context,
     sinks: torch.Tensor | None,
+    max_logits: bool,
     **options: Any,
 ) -> Step:
     """What `dispatch` does once the plans `of_call` are known. `options` are its scale, softcap and deterministic."""
@@ -332,7 +340,7 @@ def begin(
     inputs = as_autocast(q, k, v)
     caller = Caller.of(context, layer, plan.half)
     _abandon_broken_off(get_context(caller.context))
-    call = _Call(plan, plan_backward, caller, caller.options(**options))
+    call = _Call(plan, plan_backward, caller, caller.options(**options), max_logits)
     call.caller_backward = caller._replace(layer=layer_backward)
     apply: Any = _Dispatch.apply
     inputs = (*inputs, *([] if sinks is None else [sinks.float().contiguous()]))
@@ -351,21 +359,21 @@ def attend(step: Step) -> None:
     step._token = step._next(_Attend, "attend")
 
 
-def collect(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+def collect(step: Step) -> tuple[torch.Tensor, ...]:
     """Takes in the results of this rank's rows: the last part of a step.
 
     Returns:
-        out and lse, as `distca.core_attention` returns them.
+        out and lse, and max_logits if `dispatch` was asked for them, as `distca.core_attention` returns them.
 
     Raises:
         DistcaError: as in `attend`.
     """
     check_type("collect", "step", step, Step, "distca.dispatch(q, k, v, plan)")
-    out, lse = step._next(_Collect, "collect")
-    if torch.is_grad_enabled() and not out.requires_grad:
+    results = step._next(_Collect, "collect")
+    if torch.is_grad_enabled() and not results[0].requires_grad:
         # Activation checkpointing recomputes up to the last tensor that forward saved. This saves one, so that it does
         # not end between dispatch and collect, where a step would stay under way.
         torch.empty(0, requires_grad=True).sin()
     step._token = None
     step._under_way.over()
-    return out, lse
+    return results

@@ -93,9 +93,10 @@ Case random_case(HeadShape heads, int64_t most_rows, std::mt19937& random) {
 Answer answer(const Case& c, const std::vector<bool>& covered, bool gradients) {
   const HeadShape& heads = c.heads;
   const float scale = c.scores.scale, softcap = c.scores.softcap;
-  Answer a{Array(c.length, heads.q_heads, heads.v_dim), Array(c.length, heads.q_heads, 1),
-           Array(c.length, heads.q_heads, heads.dim), Array(c.length, heads.kv_heads, heads.dim),
-           Array(c.length, heads.kv_heads, heads.v_dim)};
+  Answer a{Array(c.length, heads.q_heads, heads.v_dim),  Array(c.length, heads.q_heads, 1),
+           Array(c.length, heads.q_heads, heads.dim),    Array(c.length, heads.kv_heads, heads.dim),
+           Array(c.length, heads.kv_heads, heads.v_dim), Array(1, heads.q_heads, 1)};
+  std::fill(a.max_logits.x.begin(), a.max_logits.x.end(), -kInfinity);
   std::vector<int64_t> seen;
   std::vector<double> scores, slopes;
   for (int64_t row = 0; row < c.length; ++row) {
@@ -119,6 +120,8 @@ Answer answer(const Case& c, const std::vector<bool>& covered, bool gradients) {
         sum += std::exp(s);
       }
       a.lse.at(row, head)[0] = std::log(sum);
+      double& largest = a.max_logits.at(0, head)[0];
+      largest = std::max(largest, *std::max_element(scores.begin(), scores.end()));
       double* out = a.out.at(row, head);
       for (size_t i = 0; i < seen.size(); ++i) {
         const double p = std::exp(scores[i]) / sum;
@@ -235,6 +238,8 @@ void place_group(const PlacedCase& of, int64_t first_head, int64_t kv_heads, boo
     task.dq = in_place ? task.dout : fresh(p, dtype, n, q_heads, c.heads.dim, random);
     task.lse = fresh(p, DType::kFloat32, n, q_heads, 1, random);
     task.delta = fresh(p, DType::kFloat32, n, q_heads, 1, random);
+    task.max_logits = p.max_logits.emplace_back(std::make_unique<float[]>(static_cast<size_t>(q_heads))).get();
+    std::fill_n(task.max_logits, q_heads, -std::numeric_limits<float>::infinity());
     copies.emplace_back([&c, dtype, range, n, first_head, per_group, q_heads, q = task.q, dout = task.dout] {
       copy_in(dtype, c.q, range.begin, first_head * per_group, n, q_heads, q);
       copy_in(dtype, c.dout, range.begin, first_head * per_group, n, q_heads, dout);
@@ -308,9 +313,10 @@ void give_statistics(const Placement& p, const PlacedCase& of, const Answer& rig
 Answer results(const Placement& p, const PlacedCase& of) {
   const Case& c = *of.c;
   const HeadShape& heads = c.heads;
-  Answer a{Array(c.length, heads.q_heads, heads.v_dim), Array(c.length, heads.q_heads, 1),
-           Array(c.length, heads.q_heads, heads.dim), Array(c.length, heads.kv_heads, heads.dim),
-           Array(c.length, heads.kv_heads, heads.v_dim)};
+  Answer a{Array(c.length, heads.q_heads, heads.v_dim),  Array(c.length, heads.q_heads, 1),
+           Array(c.length, heads.q_heads, heads.dim),    Array(c.length, heads.kv_heads, heads.dim),
+           Array(c.length, heads.kv_heads, heads.v_dim), Array(1, heads.q_heads, 1)};
+  std::fill(a.max_logits.x.begin(), a.max_logits.x.end(), -kInfinity);
   for (Array* array : {&a.out, &a.lse, &a.dq, &a.dk, &a.dv}) std::fill(array->x.begin(), array->x.end(), kNan);
   const auto copy_out = [](DType dtype, RowView from, int64_t rows, int64_t n, Array& to, int64_t row, int64_t head) {
     for (int64_t i = 0; i < rows; ++i)
@@ -328,6 +334,10 @@ Answer results(const Placement& p, const PlacedCase& of) {
       copy_out(heads.dtype, task.out, n, q_heads, a.out, task.q_begin, first);
       copy_out(DType::kFloat32, task.lse, n, q_heads, a.lse, task.q_begin, first);
       copy_out(heads.dtype, task.dq, n, q_heads, a.dq, task.q_begin, first);
+      for (int64_t h = 0; h < q_heads; ++h) {
+        double& largest = a.max_logits.at(0, first + h)[0];
+        largest = std::max<double>(largest, task.max_logits[h]);
+      }
     }
     for (const attention::KeyGradRun& run : group.grads) {
       copy_out(run.dtype, run.dk, run.end - run.begin, group.kv_heads, a.dk, run.begin, first_head);

@@ -48,6 +48,7 @@ Case random_case(HeadShape heads, int64_t most_rows, std::mt19937& random);
 
 struct Answer {
   Array out, lse, dq, dk, dv;
+  Array max_logits;  // one row
 };
 
 /// For query rows with covered[row] alone; with gradients or without.
@@ -78,6 +79,7 @@ struct Placement {
   std::vector<attention::Task> task_table;
   std::vector<std::vector<attention::KeyGradRun>> runs;
   std::vector<std::unique_ptr<uint64_t>> words;
+  std::vector<std::unique_ptr<float[]>> max_logits;  // of each task
 
   /// Copies in the rows that are said to have arrived; called at once or later, once a group.
   std::vector<std::function<void()>> arrivals;

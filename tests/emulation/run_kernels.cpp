@@ -157,6 +157,7 @@ std::pair<Answer, std::vector<bool>> compute(const std::string& pass, std::span<
     if (!backward) {
       check("out", got[i].out, right[i].out, of.covered, roundoff);
       check("lse", got[i].lse, right[i].lse, of.covered, 1e-6);
+      check("max_logits", got[i].max_logits, right[i].max_logits, {true}, 1e-6);
       continue;
     }
     std::vector<bool> keys(static_cast<size_t>(of.c->length));

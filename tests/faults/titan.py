@@ -72,8 +72,8 @@ FAULTS = [
     Fault(
         "torchtitan: selective checkpointing runs core attention again",
         ADAPTER,
-        "return super().get_save_ops() | {ops.core_attention.default, ops.core_attention_retain.default}",
-        "return super().get_save_ops() | {ops.core_attention_retain.default}",
+        "return super().get_save_ops() | {ops.core_attention.default, ops.core_attention_all.default}",
+        "return super().get_save_ops() | {ops.core_attention_all.default}",
         (f"{MODELS}::test_selective_checkpointing_saves_core_attention",),
     ),
     Fault(

@@ -36,6 +36,7 @@ def _exact(number_of_processes: int, folder: Path) -> Any:
         runs.Case(pipeline=2, halved=True, chunks=2, per_token=True, changes=of.SELECTIVE, steps=4),
         runs.Case(pipeline=2, halved=True, per_token=True, changes=uneven | of.RECOMPUTED[0], steps=4),
         runs.Case(tensor=4, data=1, share=2, halved=True, changes=of.SEQUENCE),
+        runs.Case(pipeline=2, steps=3, changes={**of.QK_CLIP, **of.RECOMPUTED[2], **uneven}),
     ]
     if number_of_processes == 1:
         return runs.run_all_alone(cases), _told()

@@ -30,8 +30,6 @@ REFUSED: dict[str, Any] = {
     "is_hybrid_model": True,
     "softmax_type": "learnable",
     "apply_query_key_layer_scaling": True,
-    "qk_clip": True,
-    "log_max_attention_logit": True,
     "batch_invariant_mode": True,
     "use_kitchen_attention": True,
     "fp8": "hybrid",
@@ -59,8 +57,8 @@ OTHERS = {
     "set from another field": "moe_router_padding_for_fp8 enable_cuda_graph external_cuda_graph mtp_standalone",
     "nothing without a field that is refused": """
         max_seqlen_per_dp_cp_rank hierarchical_context_parallel_sizes cp_comm_type autocast_dtype
-        ep_overlap_early_attn_memory_release wgrad_deferral_limit mtp_loss_scaling_factor qk_clip_alpha
-        qk_clip_threshold dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff
+        ep_overlap_early_attn_memory_release wgrad_deferral_limit mtp_loss_scaling_factor dsa_indexer_n_heads
+        dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff
         dsa_indexer_use_sparse_loss linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
         linear_num_key_heads linear_num_value_heads fp8_recipe fp8_param fp8_quantizer_factory fp8_margin fp8_interval
         fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad tp_only_amax_red first_last_layers_bf16

@@ -62,7 +62,7 @@ def _ping_pong(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.T
 
 ENTRIES: dict[str, Attention] = {
     "core_attention": _whole,
-    "core_attention_retain": _retaining,
+    "core_attention_all": _retaining,
     "dispatch, attend, collect": _in_parts,
     "checkpointed": _checkpointed,
     "ping-pong": _ping_pong,

@@ -59,7 +59,7 @@ def test_core_attention_passes_opcheck(alone: tuple[distca.Context, distca.Plan]
     _opcheck(operator, inputs, (plan.tensor, plan.tensor), {"context": context.name, "scale": 0.5})
     sinks = torch.tensor([0.5, -1.0, 0.0, 2.0])
     _opcheck(operator, inputs, (plan.tensor, None, sinks), {"context": context.name, "softcap": 4.0})
-    retain = torch.ops.distca.core_attention_retain.default
+    retain = torch.ops.distca.core_attention_all.default
     torch.library.opcheck(retain, (*inputs, plan.tensor), {"context": context.name, "retained_bytes": 0})
 
 
@@ -128,8 +128,8 @@ def test_fake_kernels_promise_the_shapes_dtypes_and_strides_that_the_kernels_giv
         fakes = [mode.from_tensor(t) for t in real]
         fake_out, fake_lse = torch.ops.distca.attention(*fakes, tasks)
         core_out, core_lse = torch.ops.distca.core_attention(*fakes, tasks, context="nobody")
-        *_, kept = torch.ops.distca.core_attention_retain(*fakes, tasks, context="nobody", retained_bytes=640)
-        assert (kept.shape, kept.dtype) == ((640,), torch.uint8)
+        *_, kept, largest = torch.ops.distca.core_attention_all(*fakes, tasks, context="nobody", retained_bytes=640)
+        assert (kept.shape, kept.dtype, largest.shape) == ((640,), torch.uint8, (0,))
         fake_grads = torch.ops.distca.attention_backward(fake_out, *fakes, fake_out, fake_lse, tasks)
         core_grads = torch.ops.distca.core_attention_backward(
             fake_out, *fakes, fake_out, fake_lse, tasks, context="nobody"

@@ -38,7 +38,7 @@ def test_a_backward_without_what_forward_has_kept_says_what_to_call() -> None:
     plan = plan_of(spill(LENGTHS, 2))
 
     def nothing_kept(q: Any, k: Any, v: Any, plan: distca.Plan, context: distca.Context) -> Any:
-        return torch.ops.distca.core_attention_retain(q, k, v, plan.tensor, retained_bytes=0, context=context.name)
+        return torch.ops.distca.core_attention_all(q, k, v, plan.tensor, retained_bytes=0, context=context.name)
 
     def not_handed_on(q: Any, k: Any, v: Any, plan: distca.Plan, context: distca.Context) -> Any:
         out, lse = (t.detach() for t in distca.core_attention(q, k, v, plan, context=context))

@@ -83,6 +83,7 @@ class PerDocument(MegatronModule):
         self._scale = config.softmax_scale
         is_windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self._window = config.window_size if is_windowed else None
+        self.current_max_attn_logits: torch.Tensor | None = None
 
     def forward(self, q: Any, k: Any, v: Any, *_: Any, packed_seq_params: Any, **__: Any) -> torch.Tensor:
         sizes = packed_seq_params.cu_seqlens_q.diff().tolist()
@@ -96,7 +97,19 @@ class PerDocument(MegatronModule):
                 *heads_first, enable_gqa=True, scale=self._scale, **mask
             )
             outs.append(out.transpose(0, 1))
+            self._find_largest(*parts[:2])
         return torch.cat(outs)
+
+    def _find_largest(self, q: torch.Tensor, k: torch.Tensor) -> None:
+        with torch.no_grad():
+            scores = torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(q.shape[1] // k.shape[1], dim=1))
+            scores *= q.shape[2] ** -0.5 if self._scale is None else self._scale
+            hidden = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+            if self._window is not None:
+                hidden |= get_sliding_window_causal_mask(len(q), len(q), self._window)
+            found = scores.masked_fill(hidden, -torch.inf).amax((1, 2))
+            before = self.current_max_attn_logits
+            self.current_max_attn_logits = found if before is None else torch.maximum(before, found)
 
 
 class _Norm(torch.nn.RMSNorm):

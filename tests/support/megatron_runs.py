@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,12 +14,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.qk_clip import clip_qk
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.timers import Timers
 
 import distca
 from distca.integrations.megatron import DistcaPackedSeqParams, PlannedBatches, init, tick_schedule
+from distca.integrations.megatron_config import asks_for_max_logits
 from distca.integrations.megatron_on_cpu import cuda_is_cpu
 from support import megatron_checkpoints as checkpoints
 from support.megatron_model import (
@@ -38,11 +41,14 @@ from support.process_groups import leave_all_groups
 
 
 class Result(NamedTuple):
-    """The losses of the steps, the norms of their gradients, and the loss of an evaluation in front of them."""
+    """The losses of the steps, the norms of their gradients, and the loss of an evaluation in front of them; and the
+    largest logits that Megatron has found after each step, if it was asked for them.
+    """
 
     losses: list[float]
     norms: list[float]
     evaluated: float
+    largest: list[float]
     steps_of_attention: int = 0
     imbalance: float = 1.0
 
@@ -157,7 +163,7 @@ def _run(case: Case, folder: Path | None, alone: bool) -> Result:
         "seq_length": rows,
         "micro_batch_size": 1,
     }
-    losses, norms, imbalance = [], [], 1.0
+    losses, norms, largest, imbalance = [], [], [], 1.0
     with torch.no_grad():
         kept = schedule(data_iterator=evaluation, model=models, forward_only=True, **common)
     evaluated = _mean(kept, case)
@@ -172,6 +178,8 @@ def _run(case: Case, folder: Path | None, alone: bool) -> Result:
         _, norm, _ = optimizer.step()
         losses.append(_mean(kept, case))
         norms.append(float(norm))
+        if asks_for_max_logits(config):
+            largest.append(_clipped(models, config))
         if isinstance(batches, PlannedBatches):
             imbalance = max(imbalance, batches.ticks.plans.stats.imbalance_after)
     taken = 0
@@ -182,7 +190,15 @@ def _run(case: Case, folder: Path | None, alone: bool) -> Result:
         taken = context.step
         dist.barrier()
         context.close()
-    return Result(losses, norms, evaluated, taken, imbalance)
+    return Result(losses, norms, evaluated, largest, taken, imbalance)
+
+
+def _clipped(models: Sequence[Any], config: Any) -> float:
+    """Has Megatron clip the weights, or only find the largest logit, which is that of all layers here."""
+    wrapped = [SimpleNamespace(module=model) for model in models]  # as in a Float16Module
+    found = torch.tensor(clip_qk(wrapped, log_max_only=not config.qk_clip))
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
 
 
 def _mean(kept: list[dict[str, Any]], case: Case) -> float:
@@ -224,6 +240,7 @@ def assert_as_alone(cases: Sequence[Case], of_ranks: list[list[Result]], alone: 
             assert result.norms[0] == pytest.approx(norms[0], rel=exact), case
             assert result.losses == pytest.approx(losses, rel=1e-5), case
             assert result.norms == pytest.approx(norms, rel=1e-4), case
+            assert result.largest == pytest.approx(expected.largest[case.begin :], rel=1e-5), case
             assert result.imbalance < 1.05, case
         assert len({result.steps_of_attention for result in results}) == 1, case
         assert len(expected.losses) == case.steps and expected.losses[-1] != expected.evaluated, case

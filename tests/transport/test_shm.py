@@ -123,7 +123,11 @@ def join_with(rank: int, ranks: int, pipe: Connection, options: list[dict[str, A
 def test_ranks_with_heaps_of_different_sizes_are_both_told_both_sizes() -> None:
     with Group(join_with, 2, [{"slot_bytes": 1 << 20}, {"slot_bytes": 1 << 16}]) as group:
         group.exchange_addresses()
-        for rank, mine, theirs in ((0, 1 << 21, 1 << 17), (1, 1 << 17, 1 << 21)):
+        more = 8192  # two slots have room for the largest logits of two ranks
+        for rank, mine, theirs in (
+            (0, (1 << 21) + more, (1 << 17) + more),
+            (1, (1 << 17) + more, (1 << 21) + more),
+        ):
             kind, message = group.receive(rank)
             assert kind == "InvalidArgumentError", message
             assert f"rank {1 - rank} has a heap of {theirs} bytes, rank {rank} one of {mine}" in message

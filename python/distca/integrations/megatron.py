@@ -13,7 +13,7 @@ from distca.heads import Heads
 from distca.integrations import megatron_names as names
 from distca.integrations.megatron_batches import DistcaPackedSeqParams, PlannedBatches
 from distca.integrations.megatron_batches import document_lengths as document_lengths
-from distca.integrations.megatron_config import check_config, window_of_layer
+from distca.integrations.megatron_config import asks_for_max_logits, check_config, window_of_layer
 from distca.integrations.megatron_schedule import tick_schedule
 from distca.ops import core_attention
 from distca.planner.plan import Plan, Plans
@@ -26,6 +26,11 @@ class DistcaCoreAttention(names.MegatronModule):  # type: ignore[misc]
 
     Megatron calls it with q ``[T, H, D]``, k and v ``[T, Hkv, D]`` of this rank's rows and heads. Its
     ``packed_seq_params`` are `DistcaPackedSeqParams`.
+
+    Attributes:
+        current_max_attn_logits: with ``qk_clip`` or ``log_max_attention_logit``, the largest logit of each head in the
+            rows of this rank since Megatron's ``clip_qk``, which takes the largest of all data ranks, has set it to
+            None; ``[H]``, float32.
 
     Raises:
         InvalidArgumentError: the configuration asks for what distca's attention does not do.
@@ -52,6 +57,8 @@ class DistcaCoreAttention(names.MegatronModule):  # type: ignore[misc]
             )
         self.layer_number, self.window = layer_number, window_of_layer(config, layer_number)
         self._options: dict[str, Any] = {"scale": softmax_scale, "deterministic": config.deterministic_mode}
+        self._options["max_logits"] = asks_for_max_logits(config)
+        self.current_max_attn_logits: torch.Tensor | None = None
         self._check_mask(attn_mask_type)
 
     def forward(
@@ -84,7 +91,11 @@ class DistcaCoreAttention(names.MegatronModule):  # type: ignore[misc]
                 f"{plan.mask} with one of {plan.window}. What to change: distca.plan(..., window={self.window})"
             )
         context, layer = packed_seq_params.context, self.layer_number
-        return core_attention(query, key, value, plan, context=context, layer=layer, **self._options)[0]
+        out, _, *largest = core_attention(query, key, value, plan, context=context, layer=layer, **self._options)
+        for found in largest:
+            before = self.current_max_attn_logits
+            self.current_max_attn_logits = found if before is None else torch.maximum(before, found)
+        return out
 
     def _check_mask(self, kind: Any) -> None:
         allowed = (None, names.AttnMaskType.causal, names.AttnMaskType.padding_causal)

@@ -14,7 +14,13 @@ from distca.arguments import check_type
 from distca.context import Context
 from distca.errors import InvalidArgumentError
 from distca.integrations import megatron_names as names
-from distca.integrations.megatron_config import check_config, layers_of_stages, recomputed, window_of_layer
+from distca.integrations.megatron_config import (
+    asks_for_max_logits,
+    check_config,
+    layers_of_stages,
+    recomputed,
+    window_of_layer,
+)
 from distca.integrations.megatron_ping_pong import halves_for
 from distca.integrations.megatron_schedule import DataWithTicks
 from distca.pipeline import PipelinePlans, PipelinePlansAhead, Ticks
@@ -117,6 +123,7 @@ class PlannedBatches(DataWithTicks):
         for chunk in model if self._by_row else ():
             rotate_by_row(chunk, self._positions)
         self._options: dict[str, Any] = {"scale": config.softmax_scale, "deterministic": config.deterministic_mode}
+        self._options["max_logits"] = asks_for_max_logits(config)
         layers = layers_of_stages(config, len(context.stages))
         windows = [window_of_layer(config, layer + 1) for layer in range(config.num_layers)]
         self._options["recompute"] = None if forward_only else recomputed(config, layers)

@@ -11,8 +11,8 @@ from distca.pipeline.recomputation import groups_of_stages
 #: What these fields of TransformerConfig must be, because distca's attention or its ticks do nothing else.
 ALLOWED = {
     **dict.fromkeys(("multi_latent_attention", "hybrid_context_parallel", "is_hybrid_model", "moe_paged_stash"), False),
-    **dict.fromkeys(("apply_query_key_layer_scaling", "qk_clip", "log_max_attention_logit"), False),
-    **dict.fromkeys(("batch_invariant_mode", "use_kitchen_attention", "enable_autocast", "flash_decode"), False),
+    **dict.fromkeys(("apply_query_key_layer_scaling", "batch_invariant_mode"), False),
+    **dict.fromkeys(("use_kitchen_attention", "enable_autocast", "flash_decode"), False),
     **dict.fromkeys(("cpu_offloading", "fine_grained_activation_offloading", "heterogeneous_block_specs"), False),
     **dict.fromkeys(("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "use_ring_exchange_p2p"), False),
     **dict.fromkeys(("fp8_dot_product_attention", "fp8_multi_head_attention", "defer_embedding_wgrad_compute"), False),
@@ -39,6 +39,11 @@ def check_fields(config: Any, fields: dict[str, Any], what: str) -> None:
             raise InvalidArgumentError(
                 f"Megatron's {name} = {found!r} does not go together with {what}; {allowed!r} is allowed"
             )
+
+
+def asks_for_max_logits(config: Any) -> bool:
+    """Whether Megatron wants the largest logits of each head, to clip weights by them (QK-Clip) or to log them."""
+    return bool(getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False))
 
 
 def window_of_layer(config: Any, layer_number: int) -> int | None:

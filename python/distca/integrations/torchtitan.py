@@ -179,7 +179,7 @@ class SavingAC(SelectiveAC):
     def get_save_ops(self) -> set[Any]:
         """Returns torchtitan's operators, and core attention."""
         ops = torch.ops.distca
-        return super().get_save_ops() | {ops.core_attention.default, ops.core_attention_retain.default}
+        return super().get_save_ops() | {ops.core_attention.default, ops.core_attention_all.default}
 
 
 @override(target=SelectiveAC.Config, exact=True, description="saves core attention by distca")

@@ -25,7 +25,7 @@ def in_half() -> bool:
 
 def core_attention_in_parts(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Resolved, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Does what `core_attention` does in three calls, and gives the turn away between them.
 
     Activation checkpointing runs it again in backward. There it gives no turn away, and the three calls follow each

@@ -121,7 +121,7 @@ class TickPlan(PlanSource):
                 empty.reshape(0, n, dim)
                 for n, dim in ((heads.q, heads.dim), (heads.kv, heads.dim), (heads.kv, heads.value_dim))
             )
-            out, _lse = core_attention(q, k, v, self, context=ticks.context, **ticks.options)
+            out, *_ = core_attention(q, k, v, self, context=ticks.context, **ticks.options)
             hidden = torch.cat([hidden.flatten(), out.flatten().to(hidden.dtype)]).reshape(hidden.shape)
         return hidden
 

@@ -59,8 +59,8 @@ class Ticks:
             stands for a layer that is not run again. It is the same on every rank.
         save_attention: whether `distca.save_core_attention` keeps the results of core attention, so that only the rest
             is run again. It is the same on every rank.
-        options: ``scale``, ``softcap`` and ``deterministic`` of the layers, as in `core_attention`; for the
-            steps that this rank takes without a layer of its own.
+        options: ``scale``, ``softcap``, ``deterministic`` and ``max_logits`` of the layers, as in `core_attention`;
+            for the steps that this rank takes without a layer of its own.
 
     Attributes:
         plans: as above.
@@ -92,7 +92,7 @@ class Ticks:
                 f"{here.num_ranks} of context {here.name!r}; make them with PipelinePlans(..., context=)"
             )
         self.plans, self.context = plans, here
-        self.options: dict[str, Any] = {"scale": None, "softcap": 0.0, "deterministic": False}
+        self.options: dict[str, Any] = {"scale": None, "softcap": 0.0, "deterministic": False, "max_logits": False}
         if unknown := options.keys() - self.options.keys():
             raise InvalidArgumentError(f"Ticks: unknown {sorted(unknown)}; {list(self.options)} are options of layers")
         self.options |= options

@@ -293,6 +293,9 @@ inline int fetch_add(int* p, int n) {
   *p += n;
   return old;
 }
+inline void raise_global(float* p, float value) {
+  if (!(*p != *p) && !(value <= *p)) *p = value + 0.f;
+}
 inline void add_global(float* p, float a, float b, float c, float d) {
   check_aligned(p, 16);
   p[0] += a, p[1] += b, p[2] += c, p[3] += d;

@@ -107,6 +107,7 @@ class HostAttention final : public emulation::WrappingBackend {
 
   std::string attention(const HeadShape&) const override { return "the CPU's kernel on an emulated GPU"; }
   bool plan_independent(const HeadShape&) const override { return true; }
+  bool finds_max_logits() const override { return true; }
   void check(const HeadShape&, float) const override {}
   void forward(const attention::Problem& problem, const Parallel&) override {
     queue("host forward", problem, &Backend::forward);
