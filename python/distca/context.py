@@ -15,6 +15,7 @@ import torch
 from distca import _C
 from distca.errors import refusals_told
 from distca.heads import Heads
+from distca.max_logits import MaxLogits
 from distca.planner.cost import CostModel
 from distca.planner.memory import SLOTS
 from distca.recording import Recording
@@ -48,6 +49,8 @@ class Context(Registered):
         heads: the head shape that it was made for: with tensor parallelism this process's part of the model's heads.
         cost: the default cost model of its plans.
         nsys: whether its operators are NVTX ranges.
+        finder: what `max_logits` has made, while it is in use.
+        is_recording: whether a recording is open.
     """
 
     def __init__(
@@ -80,6 +83,8 @@ class Context(Registered):
         self.heads = heads
         self.cost = cost
         self.nsys = nsys
+        self.finder: MaxLogits | None = None
+        self.is_recording = False
         self._callers: dict[int, tuple[int | str | None, int | None]] | None = None  # layer and half of traced steps
         self.backward_steps: weakref.WeakSet[Any] = weakref.WeakSet()  # steps in parts whose backward is under way
         open_contexts[self.name] = self
@@ -147,6 +152,25 @@ class Context(Registered):
                 step is under way. On leaving, if a step was dispatched and not collected, or no step was recorded.
         """
         return Recording(self, headroom, rounds)
+
+    def max_logits(self) -> MaxLogits:
+        """Finds the largest logits of the layers that run inside ``with context.max_logits() as found``.
+
+        It is for models that cannot pass ``max_logits=True`` to `core_attention`, as those of transformers. All ranks
+        of the context enter and leave it between the same steps. Backward may be inside or not::
+
+            with context.max_logits() as found:
+                loss = model(**batch).loss
+            for layer, largest in found.items():  # of this rank's rows, [H]
+                torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+
+        Calls in compiled code do not take part. If there were no others, leaving it is an error.
+
+        Raises:
+            InvalidArgumentError: on entering, if another one is in use or a recording is open. On leaving, if steps
+                were taken and none was found.
+        """
+        return MaxLogits(self)
 
     def start_trace(self) -> None:
         """Starts a trace of this rank's steps. `take_trace` returns the trace, `stop_trace` ends it.

@@ -17,6 +17,7 @@ from distca.inputs import (
     as_numbers,
     check_rows,
     check_tensors,
+    finder_of,
     refuse_forward_mode,
     resolved,
     retained_bytes,
@@ -105,22 +106,26 @@ def core_attention(
         if plan.in_parts or in_half():
             asked: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "deterministic": deterministic}
             return core_attention_in_parts(q, k, v, call, context=context, max_logits=max_logits, **asked)
+    finder = finder_of(context)
+    finds = max_logits or finder is not None
     q, k, v = as_autocast(q, k, v)
     tables = plan.tensor, None if plan_backward is None else plan_backward.tensor
     caller = Caller.of(context, layer)
     options = caller.options(scale, softcap, deterministic)
     sinks = None if sinks is None else sinks.float().contiguous()
     with caller.calls("core_attention"):
-        if plan.retains or max_logits:
+        if plan.retains or finds:
             kept = retained_bytes(plan, plan_backward, q, k, v, sinks) if plan.retains else 0
             out, lse, _, largest = torch.ops.distca.core_attention_all(
-                q, k, v, *tables, sinks, retained_bytes=kept, max_logits=max_logits, **options
+                q, k, v, *tables, sinks, retained_bytes=kept, max_logits=finds, **options
             )
         else:
             out, lse = torch.ops.distca.core_attention(q, k, v, *tables, sinks, **options)
     caller.note()
     if layer_backward is not None and out.grad_fn is not None:
         out.grad_fn.metadata[_LAYER] = layer_backward
+    if finder is not None:
+        finder.take(layer, largest)
     return (out, lse, largest) if max_logits else (out, lse)
 
 

@@ -12,6 +12,7 @@ from distca.caller import Caller
 from distca.calls import Call, calls_of_pass, groups_of
 from distca.context import Context, collective
 from distca.errors import InvalidArgumentError
+from distca.inputs import finder_of
 from distca.planner.plan import Plan
 from distca.planner.plan_source import StepOfTick
 from distca.registry import get_context
@@ -123,6 +124,7 @@ def serve_calls(
     for of_layer in plans:
         for plan in of_layer:
             _check_serving(function, plan)
+    max_logits = max_logits or finder_of(context) is not None
     steps: dict[tuple[str, int, int | None], int] = {}  # those under way, by (phase, layer, half)
     for call in calls:
         part, phase, layer, half = call

@@ -21,6 +21,7 @@ from distca.inputs import (
     as_autocast,
     as_numbers,
     check_tensors,
+    finder_of,
     in_compiled_code,
     refuse_forward_mode,
     resolved,
@@ -105,7 +106,8 @@ class _Call:
         self, plan: Plan, plan_backward: Plan | None, caller: Caller, options: dict[str, Any], max_logits: bool
     ) -> None:
         self.tables = (plan.tensor, None if plan_backward is None else plan_backward.tensor)
-        self.retains, self.max_logits = plan.retains, max_logits
+        self.retains = plan.retains
+        self.returns_max_logits, self.finder = max_logits, finder_of(caller.context)
         self.caller = self.caller_backward = caller
         self.options = options
         self.number = -1
@@ -113,13 +115,17 @@ class _Call:
         self._versions: list[int] = []
         self._dsinks: torch.Tensor | None = None
 
+    @property
+    def finds_max_logits(self) -> bool:
+        return self.returns_max_logits or self.finder is not None
+
     def dispatch(self, retain: bool, *inputs: torch.Tensor) -> None:
         self.inputs = list(inputs)
         self._versions = [_version_of(t) for t in inputs]
         q, k, v, *sinks = inputs
         with self.caller.calls("dispatch"):
             self.number = torch.ops.distca.dispatch(
-                q, k, v, *self.tables, *sinks, **self.options, retain=retain, max_logits=self.max_logits
+                q, k, v, *self.tables, *sinks, **self.options, retain=retain, max_logits=self.finds_max_logits
             )
         self.caller.note(self.number)
 
@@ -135,7 +141,7 @@ class _Call:
 
     def collect(self) -> tuple[torch.Tensor, ...]:
         """out and lse; with a plan that retains, or where max_logits are asked for, also what is retained, and them."""
-        collect = torch.ops.distca.collect_all if self.retains or self.max_logits else torch.ops.distca.collect
+        collect = torch.ops.distca.collect_all if self.retains or self.finds_max_logits else torch.ops.distca.collect
         with self.caller.calls("collect"):
             return collect(self.number, context=self.caller.context)
 
@@ -209,7 +215,7 @@ class _Collect(torch.autograd.Function):
         ctx.call = call
         ctx.set_materialize_grads(False)
         out, lse, *others = call.collect()
-        retained, max_logits = others[:-1], others[-1:] if call.max_logits else []
+        retained, max_logits = others[:-1], others[-1:] if call.finds_max_logits else []
         *rows, sinks = call.take_inputs()
         table, table_backward = call.tables
         # Save what the operator of the whole step saves, in the same order: activation checkpointing counts them.
@@ -376,4 +382,7 @@ def collect(step: Step) -> tuple[torch.Tensor, ...]:
         torch.empty(0, requires_grad=True).sin()
     step._token = None
     step._under_way.over()
-    return results
+    call = step._call
+    if call.finder is not None:
+        call.finder.take(call.caller.layer, results[2])
+    return results if call.returns_max_logits else results[:2]

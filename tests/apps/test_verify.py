@@ -170,7 +170,7 @@ def test_results_that_are_wrong_are_noticed(
 ) -> None:
     ranks, alone = returned
     right = _judged(RANKS, CASE, ranks, alone, RIGHT, 5)
-    assert right.passed and right.wrong == "" and set(right.errors) == set(NAMES)
+    assert right.passed and right.wrong == "" and set(right.errors) == {*NAMES, "max_logits"}
     for i in results:
         altered = copy.deepcopy(ranks)
         alter(altered, i)
@@ -183,6 +183,22 @@ def test_the_gradient_of_sinks_has_a_bound_too(returned: tuple[list[Returned], R
     for run in ranks[0].runs:
         run[5] *= np.float32(-1)
     assert "dsinks" in _judged(RANKS, CASE, ranks, alone, RIGHT, 5).wrong
+
+
+def test_the_largest_logits_have_a_bound_and_the_bits_of_one_rank(returned: tuple[list[Returned], Returned]) -> None:
+    largest = np.stack([one.max_logits[0] for one in returned[0]])
+    rank, head = np.unravel_index(largest.argmax(), largest.shape)
+    for change, said in (
+        (lambda found: np.nextafter(found, np.float32(9)), "max_logits have not the bits of one rank"),
+        (lambda found: found + np.float32(0.1), "max_logits has"),
+        (lambda found: -np.float32(np.inf), "max_logits has inf times the error allowed"),
+        (lambda found: np.float32(np.nan), "max_logits has nan times the error allowed"),
+    ):
+        ranks, alone = copy.deepcopy(returned)
+        for run in ranks[rank].max_logits:
+            run[head] = change(run[head])
+        found = _judged(RANKS, CASE, ranks, alone, RIGHT, 5)
+        assert found.passed is False and said in found.wrong, found
 
 
 def test_atens_flash_attention_may_add_in_any_order(returned: tuple[list[Returned], Returned]) -> None:
@@ -234,7 +250,7 @@ def test_an_error_that_is_nan_is_null_in_json() -> None:
     assert _without_nan({"out": 0.5, "dq": float("nan")}) == {"out": 0.5, "dq": None}
 
 
-def _refusing(_: bool) -> side_of_a_rank.Rows:
+def _refusing(_: bool) -> side_of_a_rank.Computed:
     raise distca.InvalidArgumentError("no softcap")
 
 
@@ -279,12 +295,12 @@ def test_the_rows_of_padding_are_nan_in_every_input(monkeypatch: pytest.MonkeyPa
         lse = torch.zeros(len(q), CASE.heads.q, requires_grad=True)
         for t in (out, lse):
             t.register_hook(given.append)
-        return out * 1, lse * 1
+        return out * 1, lse * 1, lse.detach()[0]
 
     monkeypatch.setattr(side_of_a_rank, "core_attention", attend)
     plan = CASE.plan(3, 5)
     rank = next(rank for rank in range(3) if any(d < 0 for d, _, _ in plan.layout.segments(rank)))
-    side_of_a_rank._step(CASE, plan, SimpleNamespace(rank=rank, device="cpu"), 5, True)
+    side_of_a_rank._step(RANKS, CASE, plan, SimpleNamespace(rank=rank, device="cpu"), 5, True)
     is_padding = side_of_a_rank.rows_of_rank(CASE, plan.layout, rank) < 0
     assert len(given) == 5 and is_padding.any()
     for tensor in given:
@@ -301,11 +317,12 @@ def test_the_local_kernel_is_asked_for_all_that_a_case_has(monkeypatch: pytest.M
     monkeypatch.setattr(side_of_a_rank, "attention", attend)
     case = Case("a window", HEADS, window=9, scale=0.3, softcap=2.0, has_sinks=True, has_dlse=True)
     for mode in (True, False):
-        results = side_of_a_rank._local(replace(ALONE, transport=side_of_a_rank.LOCAL), case, 4, mode)
+        results, largest = side_of_a_rank._local(replace(ALONE, transport=side_of_a_rank.LOCAL), case, 4, mode)
         assert not torch.are_deterministic_algorithms_enabled() and len(results) == 6
     asked = {"mask": "causal", "window": 9, "scale": 0.3, "softcap": 2.0, "attention": None, "sinks": True}
+    asked["max_logits"] = True
     assert given == [asked | {"deterministic": True}, asked | {"deterministic": False}]
-    assert _judged(ALONE, case, [Returned([results, results])], None, Reference(case, 4), 4).passed
+    assert _judged(ALONE, case, [Returned([results, results], max_logits=[largest])], None, Reference(case, 4), 4).passed
 
 
 # ---- the command

@@ -99,7 +99,9 @@ def test_ranks_that_write_into_each_others_gpu_compare_their_heaps_before_they_d
         for rank in range(3):
             kind, text = group.receive(rank)
             assert kind == "InvalidArgumentError", (kind, text)
-            peer, theirs, mine = (0, 2 << 20, 2 << 16) if rank == 1 else (1, 2 << 16, 2 << 20)
+            more = 2 * 3 * 2048  # two slots have room for the largest logits of three ranks
+            large, small = (2 << 20) + more, (2 << 16) + more
+            peer, theirs, mine = (0, large, small) if rank == 1 else (1, small, large)
             assert f"rank {peer} has a heap of {theirs} bytes, rank {rank} one of {mine}; give all ranks" in text
 
 

@@ -6,6 +6,7 @@ from faults import (
     branches,
     callers,
     emulated_gpu,
+    max_logits,
     megatron,
     models,
     overlap,
@@ -54,4 +55,5 @@ FAULTS = [
     *overlap.FAULTS,
     *searching.FAULTS,
     *emulated_gpu.FAULTS,
+    *max_logits.FAULTS,
 ]

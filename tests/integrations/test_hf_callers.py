@@ -15,7 +15,7 @@ import distca
 from distca.integrations import hf
 from distca.integrations.hf_forward import check_loss
 from distca.registry import open_contexts
-from support.groups import loopback_group, outcomes
+from support.groups import loopback_group, on_all_ranks, outcomes
 
 HEADS = distca.Heads(q=4, kv=2, dim=16)
 SIZES = {
@@ -78,6 +78,45 @@ def test_a_model_that_changes_to_distca_is_compiled_in_one_graph(plan: distca.Pl
     model.set_attn_implementation("distca")
     logits = torch.compile(model, backend="eager", fullgraph=True)(IDS, use_cache=False, plan=plan).logits
     assert torch.equal(logits, _model()(IDS, use_cache=False, plan=plan).logits)
+
+
+# ---- the largest logits
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
+def test_a_context_finds_the_largest_logits_of_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where checkpointing runs layers again in backward. Document 0 has rows on both ranks."""
+    plan = distca.plan(OF_TWO_RANKS, HEADS, tolerance=0.0, min_rows=1)
+    rows: dict[str, list[torch.Tensor]] = {}
+    models = [_model().train() for _ in range(2)]  # threads would draw each other's weights
+
+    def model_of_rank(rank: int, context: distca.Context) -> dict[Any, torch.Tensor]:
+        model = models[rank]
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        ids, positions = IDS[:, 6 * rank : 6 * rank + 6], torch.arange(6 * rank, 6 * rank + 6)[None]
+        options = {"use_cache": False, "plan": plan.for_rank(rank), "distca_context": context}
+        with context.max_logits() as found:
+            model(ids, position_ids=positions, **options).logits.sum().backward()
+        return found
+
+    with loopback_group(plan) as contexts:
+        of_ranks = on_all_ranks(contexts, model_of_rank)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, layer: str, **options: Any) -> Any:
+        rows.setdefault(layer, [q.detach().double(), k.detach().double()])
+        return distca.core_attention(q, k, v, *args, layer=layer, **options)
+
+    monkeypatch.setattr(hf, "core_attention", attend)
+    with distca.init(max_tokens=12, heads=HEADS):
+        _model()(IDS, use_cache=False, plan=distca.plan(LAYOUT, HEADS))
+    assert list(rows) == ["0 (LlamaAttention)", "1 (LlamaAttention)"]
+    for rank, found in enumerate(of_ranks):
+        assert list(found) == list(rows)
+        for layer, (q, k) in rows.items():
+            scores = torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(2, dim=1)) / 4
+            scores.masked_fill_(torch.ones(12, 12, dtype=torch.bool).triu(1), -torch.inf)
+            right = scores[:, 6 * rank : 6 * rank + 6].amax((1, 2))
+            torch.testing.assert_close(found[layer].double(), right, rtol=1e-5, atol=1e-5)
 
 
 # ---- without a plan

@@ -17,7 +17,7 @@ from emulation.emulated_gpu import OPTIONS
 from support import flash_on_cpu
 from support.batches import LENGTHS, Batch, data_parallel, random_batch, random_tasks, rows_of_rank, scattered, spill
 from support.branches import random_tree
-from support.groups import loopback_group, on_all_ranks, outcomes
+from support.groups import fault_of_check, loopback_group, on_all_ranks, outcomes
 from support.local_tasks import cut, whole
 from support.oracle import Ranges, visible
 from support.ranks import launch
@@ -269,6 +269,60 @@ def test_steps_on_an_emulated_gpu_find_them(request: pytest.FixtureRequest, of_g
             torch.testing.assert_close(of_plan[rank][2].double(), right, rtol=1e-6, atol=1e-6)
 
 
+def test_a_context_finds_those_of_layers_that_do_not_ask() -> None:
+    batch = random_batch((200, 90), HEADS, 5)
+    plan = distca.plan(distca.Layout([[(0, 0, 200)], [(1, 0, 90)], []]), HEADS, tolerance=0.0, min_rows=1)
+
+    def work(rank: int, context: distca.Context) -> Any:
+        q, k, v = (rows_of_rank(batch, plan.layout, rank, t) for t in (batch.q, batch.k, batch.v))
+        mine: Options = {"plan": plan.for_rank(rank), "context": context}
+        with context.max_logits() as found:
+            if rank == 2:
+                for _ in range(3):
+                    distca.serve(mine["plan"], "forward", context=context)
+            else:
+                assert len(distca.core_attention(q, k, v, **mine, layer=3)) == 2
+                assert len(distca.core_attention(-2 * q, k, v, **mine, layer="last")) == 2
+                asked = distca.core_attention(q / 2, k, v, **mine, layer=3, max_logits=True)
+                assert torch.equal(asked[2], found[3] / 2)
+        before = dict(found)
+        with context.max_logits() as again:
+            step = distca.dispatch(q, k, v, **mine)
+            distca.attend(step)
+            assert len(distca.collect(step)) == 2
+        distca.core_attention(q, k, v, **mine)
+        assert dict(found) == before and list(again) == [None]
+        assert rank == 2 or torch.equal(again[None], found[3])
+        return found
+
+    with loopback_group(plan) as contexts:
+        first, second, third = on_all_ranks(contexts, work)
+    assert dict(third) == {}
+    for found, rows in ((first, slice(0, 200)), (second, slice(200, 290))):
+        assert list(found) == [3, "last"]
+        for layer, factor in ((3, 1.0), ("last", -2.0)):
+            right = _largest(batch, HEADS.dim**-0.5 * factor)[rows].amax(0)
+            torch.testing.assert_close(found[layer].double(), right, rtol=1e-6, atol=1e-6)
+
+
+def test_a_context_that_finds_none_or_is_asked_twice_or_recorded_says_so() -> None:
+    batch, plan = random_batch((30,), HEADS, 6), distca.plan(distca.Layout.from_documents([[30]]), HEADS)
+    call = torch.compile(distca.core_attention, backend="aot_eager", fullgraph=True)
+    wrong = distca.InvalidArgumentError
+    with loopback_group(plan, streams=True) as (context,):
+        with pytest.raises(wrong, match="1 steps were taken .* without torch.compile"), context.max_logits():
+            call(batch.q, batch.k, batch.v, plan, context=context)
+        with context.max_logits():
+            for other, said in ((context.max_logits, "finds them already"), (context.record, "pass max_logits=True")):
+                with pytest.raises(wrong, match=said), other():
+                    pass
+        with pytest.raises(wrong, match="a recording is open"), context.record(), context.max_logits():
+            pass
+        with context.max_logits() as found:
+            distca.core_attention(batch.q, batch.k, batch.v, plan, context=context)
+        assert list(found) == [None]
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_row_whose_logits_are_no_numbers_makes_its_head_nan_on_its_rank_alone(bad: float) -> None:
     layout = distca.Layout.from_documents([[90], [200], [70]])
@@ -317,6 +371,16 @@ def test_more_heads_than_there_is_room_for_are_refused_and_the_context_goes_on()
         with pytest.raises(distca.InvalidArgumentError, match="max_logits of 257 query heads; up to 256"):
             distca.core_attention(batch.q, batch.k, batch.v, plan, context=context, max_logits=True)
         distca.core_attention(batch.q, batch.k, batch.v, plan, context=context)
+
+
+def test_a_queued_step_that_fails_leaves_nan() -> None:
+    batch = random_batch((100, 30), HEADS, 6)
+    plan = distca.plan(distca.Layout.from_documents([[100], [30]]), HEADS, tolerance=0.0, min_rows=1)
+    rows = [rows_of_rank(batch, plan.layout, 0, t) for t in (batch.q, batch.k, batch.v)]
+    with loopback_group(plan, timeout=0.2, streams=True) as contexts:  # rank 1 never comes
+        largest = distca.core_attention(*rows, plan.for_rank(0), context=contexts[0], max_logits=True)[2]
+        assert isinstance(fault_of_check(contexts[0]), distca.PeerTimeoutError)
+        assert largest.isnan().all()
 
 
 def _rank(lengths: Sequence[int]) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import faulthandler
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -28,6 +28,8 @@ LOCAL = "local"
 
 #: A rank's rows of out, lse, dq, dk, dv, and the gradient of its sinks if there are some.
 Rows: TypeAlias = list[np.ndarray[Any, Any]]
+#: These, and the largest logits of its rows, if they were asked for.
+Computed: TypeAlias = tuple[Rows, np.ndarray[Any, Any] | None]
 
 
 class UnavailableError(DistcaError):
@@ -42,6 +44,7 @@ class Returned:
 
     Attributes:
         runs: what was returned.
+        max_logits: the largest logits, each time; none from ATen's flash attention.
         refusal: why the case was refused, if it was.
         is_fault: whether it had to be taken.
     """
@@ -49,6 +52,7 @@ class Returned:
     runs: list[Rows]
     refusal: str = ""
     is_fault: bool = False
+    max_logits: list[np.ndarray[Any, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,11 @@ class Where:
     attention: str
     transport: str
     ranks: int
+
+    @property
+    def finds_max_logits(self) -> bool:
+        """Whether it tells the largest logits."""
+        return self.attention != "flash"
 
     @property
     def name(self) -> str:
@@ -110,7 +119,7 @@ def results_of_rank(where: Where, cases: Sequence[Case], seed: int, timeout: flo
             raise UnavailableError(str(error)) from error
         with context:
             for i, plan in zip(chosen, plans, strict=True):
-                step = partial(_step, cases[i], plan.for_rank(rank), context, seed)
+                step = partial(_step, where, cases[i], plan.for_rank(rank), context, seed)
                 results[i] = _computed(step, modes, where, timeout)
             if device != "cpu":
                 torch.cuda.synchronize()
@@ -118,7 +127,7 @@ def results_of_rank(where: Where, cases: Sequence[Case], seed: int, timeout: flo
     return results
 
 
-def _computed(compute: Callable[[bool], Rows], modes: Sequence[bool], where: Where, timeout: float) -> Returned:
+def _computed(compute: Callable[[bool], Computed], modes: Sequence[bool], where: Where, timeout: float) -> Returned:
     """What `compute` returns in each mode, deterministic or not. The process ends if one takes longer than `timeout`,
     as it does where a kernel hangs. Only ATen's flash attention may refuse a case.
     """
@@ -126,7 +135,10 @@ def _computed(compute: Callable[[bool], Rows], modes: Sequence[bool], where: Whe
     try:
         for deterministic in modes:
             faulthandler.dump_traceback_later(timeout + _GRACE_SECONDS, exit=True)
-            returned.runs.append(compute(deterministic))
+            rows, max_logits = compute(deterministic)
+            returned.runs.append(rows)
+            if max_logits is not None:
+                returned.max_logits.append(max_logits)
     except InvalidArgumentError as error:
         returned.refusal, returned.is_fault = str(error), where.attention != "flash"
     finally:
@@ -143,7 +155,7 @@ def rows_of_rank(case: Case, layout: Layout, rank: int) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int64)
 
 
-def _step(case: Case, plan: Plan, context: Context, seed: int, deterministic: bool) -> Rows:
+def _step(where: Where, case: Case, plan: Plan, context: Context, seed: int, deterministic: bool) -> Computed:
     inputs = random_inputs(case, seed)
     rows = rows_of_rank(case, plan.layout, context.rank)
 
@@ -157,12 +169,13 @@ def _step(case: Case, plan: Plan, context: Context, seed: int, deterministic: bo
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
         options: dict[str, Any] = {"scale": case.scale, "softcap": case.softcap, "deterministic": deterministic}
+        options["max_logits"] = where.finds_max_logits
         return core_attention(q, k, v, plan, context=context, sinks=sinks, **options)
 
     return _with_gradients(inputs.with_rows(local), attend)
 
 
-def _local(where: Where, case: Case, seed: int, deterministic: bool) -> Rows:
+def _local(where: Where, case: Case, seed: int, deterministic: bool) -> Computed:
     """The case by `distca.attention`: rows of documents lie one after another."""
     ends = zip(itertools.accumulate(case.lengths), case.lengths, strict=True)
     tasks = torch.tensor([(end - length, end, end - length, end) for end, length in ends])
@@ -181,6 +194,7 @@ def _local(where: Where, case: Case, seed: int, deterministic: bool) -> Rows:
             scale=case.scale,
             softcap=case.softcap,
             attention=where.attention if where.device == "cuda" else None,
+            max_logits=where.finds_max_logits,
         )
 
     before = torch.are_deterministic_algorithms_enabled()
@@ -191,15 +205,16 @@ def _local(where: Where, case: Case, seed: int, deterministic: bool) -> Rows:
         torch.use_deterministic_algorithms(before)
 
 
-def _with_gradients(inputs: Inputs, attend: Callable[..., tuple[torch.Tensor, ...]]) -> Rows:
-    """What `attend` returns, and the gradients of its inputs."""
+def _with_gradients(inputs: Inputs, attend: Callable[..., tuple[torch.Tensor, ...]]) -> Computed:
+    """What `attend` returns, and the gradients of its inputs; and the largest logits, if it returns them."""
     q, k, v = (t.requires_grad_() for t in inputs[:3])
     sinks = None if inputs.sinks is None else inputs.sinks.to(q.device).requires_grad_()
-    out, lse = attend(q, k, v, sinks)
+    out, lse, *largest = attend(q, k, v, sinks)
     if inputs.dlse is None:
         out.backward(inputs.dout)
     else:
         torch.autograd.backward([out, lse], [inputs.dout, inputs.dlse])
     returned = [out.detach(), lse.detach(), q.grad, k.grad, v.grad, *([] if sinks is None else [sinks.grad])]
     # numpy knows no bf16; fp32 has all its values.
-    return [t.float().cpu().numpy() for t in returned if t is not None]
+    rows = [t.float().cpu().numpy() for t in returned if t is not None]
+    return rows, largest[0].cpu().numpy() if largest else None

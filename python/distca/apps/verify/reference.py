@@ -36,6 +36,24 @@ def _of_heads(rows: torch.Tensor, q_heads: int) -> torch.Tensor:
     return rows.repeat_interleave(q_heads // rows.shape[1], dim=1).transpose(0, 1)
 
 
+def _scores(case: Case, queries: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """``[query heads, rows, keys]``; -inf where a row does not see a key."""
+    scores = queries @ keys.transpose(1, 2) * _scale(case)
+    if case.softcap:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
+    return scores.masked_fill(~visible, -math.inf)
+
+
+def largest_logits(case: Case, inputs: Inputs) -> torch.Tensor:
+    """The largest score of each row and query head, ``[rows, query heads]``, in float64."""
+    q, k = (t.double() for t in inputs[:2])
+    largest = [
+        _scores(case, q[own].transpose(0, 1), _of_heads(k[keys], q.shape[1]), visible).amax(2).T
+        for own, keys, visible in case.documents()
+    ]
+    return torch.cat(largest)
+
+
 def exact(case: Case, inputs: Inputs) -> Results:
     """The textbook formula in float64, with PyTorch's autograd."""
     q, k, v = (t.double().requires_grad_() for t in inputs[:3])
@@ -43,10 +61,7 @@ def exact(case: Case, inputs: Inputs) -> Results:
     outs, lses = [], []
     for own, keys, visible in case.documents():
         queries, seen_k, seen_v = q[own].transpose(0, 1), _of_heads(k[keys], q.shape[1]), _of_heads(v[keys], q.shape[1])
-        scores = queries @ seen_k.transpose(1, 2) * _scale(case)
-        if case.softcap:
-            scores = case.softcap * torch.tanh(scores / case.softcap)
-        scores = scores.masked_fill(~visible, -math.inf)
+        scores = _scores(case, queries, seen_k, visible)
         if sinks is not None:
             scores = torch.cat([scores, sinks[:, None, None].expand(-1, scores.shape[1], 1)], dim=2)
         lse = torch.logsumexp(scores, dim=2)

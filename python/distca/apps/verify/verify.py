@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ import torch
 from distca.apps.common.ranks import start_ranks
 from distca.apps.verify.cases import Case, all_features, all_shapes, between_ranks, random_inputs
 from distca.apps.verify.ranks import LOCAL, Returned, Rows, UnavailableError, Where, results_of_rank, rows_of_rank
-from distca.apps.verify.reference import exact, rounded
+from distca.apps.verify.reference import exact, largest_logits, rounded
 from distca.connect.launch import RankError
 from distca.heads import DTYPES, Heads
 from distca.planner.layout import Layout
@@ -30,6 +31,9 @@ MOST_RMS_OF_FLASH = 1.5
 LSE_UNITS = 2.0**-8
 #: How far the gradient of a sink may be off, in roundings of the root of the sum of its terms' squares.
 SUM_UNITS = 16
+#: How far the largest logits may be off, as a fraction of the largest one: products are summed up in fp32, and a GPU's
+#: hyperbolic tangent of a softcap is no exact one.
+LOGIT_ERROR = 2.0**-10
 _UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 _MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 _NAMES_OF_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
@@ -173,6 +177,8 @@ def _judged(
     results = runs[0]
     most_rms = MOST_RMS_OF_FLASH if where.attention == "flash" else MOST_RMS
     errors = _largest([reference.errors(run, most_rms) for run in (results, *runs[2:])])
+    rows = [rows_of_rank(case, layout, rank) for rank in range(len(of_ranks))]
+    errors |= reference.errors_of_max_logits(rows, [one.max_logits for one in of_ranks])
     wrong = [f"{one} has {error:.3g} times the error allowed" for one, error in errors.items() if not error <= 1]
     if not all(_is_padding(case, layout, rank, run) for rank, one in enumerate(of_ranks) for run in one.runs):
         wrong.append("padding rows have not out 0, lse -inf and gradients 0")
@@ -182,6 +188,10 @@ def _judged(
         one_rank = None if alone is None else _whole(case, case.layout(1, seed), [alone.runs[0]])
         if one_rank is not None and not all(map(torch.equal, results[:3], one_rank[:3])):
             wrong.append("out, lse or dq have not the bits of one rank")
+        of_all = [np.max(found, axis=0) for found in zip(*(one.max_logits for one in of_ranks), strict=True)]
+        expected = of_all[:1] if alone is None else alone.max_logits[:1]
+        if not all(np.array_equal(found, expected[0]) for found in of_all):
+            wrong.append("max_logits have not the bits of one rank")
     return Check(place, problem, not wrong, "; ".join(wrong), errors)
 
 
@@ -192,6 +202,7 @@ class Reference:
         inputs = random_inputs(case, seed)
         self._dtype = case.heads.dtype
         self._right = exact(case, inputs)
+        self._logits = largest_logits(case, inputs)
         self._sizes: dict[str, tuple[float, float]] = {}
         for name, expected, best in zip(NAMES, self._right, rounded(case, inputs), strict=True):
             if expected is not None and best is not None:
@@ -200,6 +211,20 @@ class Reference:
         if inputs.sinks is not None:  # a few sums over all rows, whose terms were rounded
             terms = self._right.terms_of_dsinks(inputs).square().sum(0).sqrt()
             self._most_of_dsinks = SUM_UNITS * _UNIT_ROUNDOFF[self._dtype] * terms
+
+    def errors_of_max_logits(
+        self, rows: Sequence[torch.Tensor], of_ranks: Sequence[Sequence[np.ndarray[Any, Any]]]
+    ) -> dict[str, float]:
+        """The largest error of the largest logits, as above, of ranks that have these rows; -1 is no row."""
+        fractions = []
+        for of_rank, found_by_rank in zip(rows, of_ranks, strict=True):
+            own = self._logits[of_rank[of_rank >= 0]]
+            right = own.amax(0) if len(own) else torch.full(own.shape[1:], -math.inf, dtype=own.dtype)
+            most = LOGIT_ERROR * self._logits.abs().max()
+            for found in map(torch.from_numpy, found_by_rank):
+                off = torch.where(found == right, 0.0, (found.double() - right).abs())  # also where both are -inf
+                fractions.append((off / most).max().item())
+        return _largest([{"max_logits": one} for one in fractions]) if fractions else {}
 
     def errors(self, results: Sequence[torch.Tensor], most_rms: float) -> dict[str, float]:
         """The largest error of each result as a fraction of the allowed one; NaN where a result is NaN."""
