@@ -322,7 +322,8 @@ def test_the_local_kernel_is_asked_for_all_that_a_case_has(monkeypatch: pytest.M
     asked = {"mask": "causal", "window": 9, "scale": 0.3, "softcap": 2.0, "attention": None, "sinks": True}
     asked["max_logits"] = True
     assert given == [asked | {"deterministic": True}, asked | {"deterministic": False}]
-    assert _judged(ALONE, case, [Returned([results, results], max_logits=[largest])], None, Reference(case, 4), 4).passed
+    returned = Returned([results, results], max_logits=[largest])
+    assert _judged(ALONE, case, [returned], None, Reference(case, 4), 4).passed
 
 
 # ---- the command

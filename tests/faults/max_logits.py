@@ -115,7 +115,7 @@ FAULTS = [
         "largest logits: the host takes the first that it is told",
         "cpp/runtime/backend.cpp",
         "if (!(term[i] <= to[i]) && !std::isnan(to[i])) to[i] = term[i];",
-        "",
+        "if (std::isnan(term[i])) to[i] = term[i];",
         (STEPS,),
     ),
     Fault(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import distca
+from distca import testing
 from emulation.emulated_gpu import OPTIONS
 from support import flash_on_cpu
 from support.batches import LENGTHS, Batch, data_parallel, random_batch, random_tasks, rows_of_rank, scattered, spill
@@ -88,6 +90,8 @@ def test_they_are_those_of_the_rank_s_rows_and_have_the_same_bits_whatever_the_p
     mask, window = draw.choice([("causal", None), ("causal", 50), ("full", None)])
     scores: Options = {"scale": draw.choice([None, -0.3, 2.0, 0.0]), "softcap": draw.choice([0.0, 1.5])}
     batch = random_batch(LENGTHS, heads, seed)
+    if seed % 2:  # no logit is above 0, which is what a row of nothing would have
+        batch = dataclasses.replace(batch, q=batch.q.abs(), k=-batch.k.abs())
     plans = _plans(layout, heads, seed, mask=mask, window=window)
     found = _steps(batch, plans, distca.core_attention, {"reorder_seed": seed}, **scores, max_logits=True)
     plain = _steps(batch, plans[1:2], distca.core_attention, **scores)[0]
@@ -377,10 +381,12 @@ def test_a_queued_step_that_fails_leaves_nan() -> None:
     batch = random_batch((100, 30), HEADS, 6)
     plan = distca.plan(distca.Layout.from_documents([[100], [30]]), HEADS, tolerance=0.0, min_rows=1)
     rows = [rows_of_rank(batch, plan.layout, 0, t) for t in (batch.q, batch.k, batch.v)]
-    with loopback_group(plan, timeout=0.2, streams=True) as contexts:  # rank 1 never comes
-        largest = distca.core_attention(*rows, plan.for_rank(0), context=contexts[0], max_logits=True)[2]
-        assert isinstance(fault_of_check(contexts[0]), distca.PeerTimeoutError)
-        assert largest.isnan().all()
+    contexts = testing.loopback(2, max_tokens=130, heads=HEADS, timeout=0.2, streams=True)  # arenas are zeros
+    largest = distca.core_attention(*rows, plan.for_rank(0), context=contexts[0], max_logits=True)[2]
+    assert isinstance(fault_of_check(contexts[0]), distca.PeerTimeoutError)  # rank 1 never comes
+    assert largest.isnan().all()
+    for context in contexts:
+        context.close()
 
 
 def _rank(lengths: Sequence[int]) -> list[Any]:
