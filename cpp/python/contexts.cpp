@@ -241,6 +241,7 @@ void bind_context(py::module_& m) {
       .def("hear", &runtime::Context::hear, py::arg("kind"), py::arg("text"), py::call_guard<py::gil_scoped_release>(),
            "Takes in a fault of a process outside of the context.")
       .def_property_readonly("num_calls", &runtime::Context::num_calls)
+      .def_property_readonly("num_without_max_logits", &runtime::Context::num_without_max_logits)
       .def("set_trace", &runtime::Context::set_trace, py::arg("on"))
       .def("take_trace",
            [](runtime::Context& c) {

@@ -26,7 +26,7 @@ Registry& registry() {
 }  // namespace
 
 HeapNeeds heap_needs(int64_t num_ranks, int64_t slot_bytes) {
-  // The send arena takes any one message, however it is aligned. What does not fit at once is sent in parts.
+  // The send arena takes any one put, however it is aligned. What does not fit at once is sent in parts.
   return {kNumSlots * (slot_bytes + MaxLogits::bytes(num_ranks)), Signals(num_ranks).count(),
           slot_bytes + plan::kExtentAlignment};
 }
@@ -107,8 +107,9 @@ uint64_t Context::begin_step(const plan::SliceView& slice, const Tensors& tensor
   check_may_begin(slice);
   check_captured_as_recorded();
   const uint64_t number = guarded([&] { return make(slice, parallel, owner); });
-  if (!open_recording_) return number;
   constexpr bool kIsForward = std::is_same_v<Tensors, ForwardTensors>;
+  if constexpr (kIsForward) num_without_max_logits_ += tensors.max_logits == nullptr ? 1 : 0;
+  if (!open_recording_) return number;
   constexpr plan::Phase kPhase = kIsForward ? plan::Phase::kForward : plan::Phase::kBackward;
   const auto again = [make](Recording::Step& s) { s.number = make(s.slice, Parallel(), nullptr); };
   open_recording_->add({slice.heads(), slice.header().num_rows, number, kPhase, tensors.lse.data}, again,

@@ -104,6 +104,8 @@ class DISTCA_EXPORT Context {
   void hear(const std::string& kind, const std::string& text) noexcept { protocol_.hear(kind, text); }
   /// A number that changes with every call that begins or is refused.
   uint64_t num_calls() const { return protocol_.num_calls() + num_refused_; }
+  /// How many forward steps have begun whose largest scores nobody asked for.
+  uint64_t num_without_max_logits() const { return num_without_max_logits_; }
 
   /// From here on, steps are recorded and not done. The context's steps must be queued ones. The tables of each
   /// operation get room for `headroom` times what this plan needs. A step goes through at least `rounds` rounds, also
@@ -178,6 +180,7 @@ class DISTCA_EXPORT Context {
   std::mutex abandoned_mutex_;
   std::vector<std::pair<uint64_t, std::string>> abandoned_;  // steps not yet dealt with; 0: a refused call
   std::atomic<uint64_t> num_refused_{0};
+  std::atomic<uint64_t> num_without_max_logits_{0};
   std::atomic<bool> has_abandoned_{false};
 };
 

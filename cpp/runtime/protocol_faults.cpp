@@ -231,7 +231,8 @@ void Protocol::check_faults() {
       case FaultCode::kMismatch:
         if (d[1] == d[2])
           throw PlanMismatchError(message(by, " found that ", name_of(who),
-                                          " came to the same step with another call, ", "scale or softcap", f.text));
+                                          " came to the same step with another call, ",
+                                          "scale or softcap, or one of the two asks for max_logits", f.text));
         throw PlanMismatchError(message(by, " found that ", name_of(who),
                                         " came to the same step with another plan: ", hex(d[1]), " on rank ", d[0],
                                         ", ", hex(d[2]), " on rank ", f.found_by, f.text));

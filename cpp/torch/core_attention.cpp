@@ -108,7 +108,7 @@ struct Forward {
       require(context->backend().finds_max_logits(), kNoMaxLogits);
       require(heads.q_heads <= runtime::MaxLogits::kMostHeads, "max_logits of ", heads.q_heads, " query heads; up to ",
               runtime::MaxLogits::kMostHeads, " on a rank are allowed");
-      max_logits = new_max_logits(q, heads);
+      max_logits = empty_floats(q, heads.q_heads);
     }
     check_backward(a.plan_backward);
   }
@@ -131,7 +131,7 @@ struct Forward {
   }
   /// All that the step returns. What nobody asked for is empty.
   std::tuple<Tensor, Tensor, Tensor, Tensor> results() const {
-    return {out, lse, retained ? *retained : empty_bytes(q, 0), max_logits ? *max_logits : no_max_logits(q)};
+    return {out, lse, retained ? *retained : empty_bytes(q, 0), max_logits ? *max_logits : empty_floats(q, 0)};
   }
 
   Tensor q, k, v, plan;

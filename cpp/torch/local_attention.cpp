@@ -272,7 +272,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_all(const Tensor& q, const Tensor& 
                                                  std::optional<int64_t> window) {
   const Choice choice(attention);
   const LocalOptions options = local_options(scale, softcap, deterministic, mask, window);
-  const Tensor max_logits = guarded([&] { return new_max_logits(q, heads_of(q, k, v)); });
+  Tensor max_logits = guarded([&] { return empty_floats(q, heads_of(q, k, v).q_heads); });
+  torch::stable::fill_(max_logits, -std::numeric_limits<double>::infinity());
   const auto [out, lse] = forward(q, k, v, tasks, sinks, options, choice, floats_of(max_logits));
   return {out, lse, max_logits};
 }

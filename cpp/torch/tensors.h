@@ -7,7 +7,6 @@
 
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <optional>
 #include <span>
 #include <stdexcept>
@@ -133,16 +132,8 @@ inline Tensor empty_scalars(const Tensor& like, int64_t rows, int64_t heads) {
   return torch::stable::new_empty(like, sizes, torch::headeronly::ScalarType::Float);
 }
 
-/// One fp32 for each query head, -inf.
-inline Tensor new_max_logits(const Tensor& like, const HeadShape& heads) {
-  const int64_t sizes[] = {heads.q_heads};
-  Tensor t = torch::stable::new_empty(like, sizes, torch::headeronly::ScalarType::Float);
-  torch::stable::fill_(t, -std::numeric_limits<double>::infinity());
-  return t;
-}
-/// What an operator returns that was not asked for the largest scores.
-inline Tensor no_max_logits(const Tensor& like) {
-  const int64_t sizes[] = {0};
+inline Tensor empty_floats(const Tensor& like, int64_t count) {
+  const int64_t sizes[] = {count};
   return torch::stable::new_empty(like, sizes, torch::headeronly::ScalarType::Float);
 }
 inline float* floats_of(const std::optional<Tensor>& t) {

@@ -227,6 +227,17 @@ struct alignas(8) FloatPair {
 };
 
 /// The mapped product of a query and a key, before exponent_scale.
+/// Takes a number into a maximum that all threads of the GPU share. Most threads only look.
+DISTCA_DEVICE void raise_maximum(float* p, float value) {
+  const float now = hopper::load_relaxed(p);
+  if (value <= now || now != now) return;
+  const MaximumWord w = maximum_word(value);
+  if (w.is_signed)
+    hopper::keep_larger(reinterpret_cast<int*>(p), static_cast<int>(w.word));
+  else
+    hopper::keep_smaller(reinterpret_cast<unsigned*>(p), w.word);
+}
+
 DISTCA_DEVICE float mapped_score(const ScoreMap& map, float x) {
   if (map.cap == 0.f) return hopper::product(map.sign, x);
   // tanh(y) = 1 - 2 / (exp(2 y) + 1)

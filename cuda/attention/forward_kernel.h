@@ -369,7 +369,7 @@ struct ForwardConsumer {
         *reinterpret_cast<float*>(address(task.lse, token - task.q_begin, head)) = lse;
         // The sum of a row whose scores are no numbers is none.
         if (task.max_logits != nullptr)
-          hopper::raise_global(task.max_logits + head, sum == sum ? score_of(p.scores[tile.scores], row_max[r]) : sum);
+          raise_maximum(task.max_logits + head, sum == sum ? score_of(p.scores[tile.scores], row_max[r]) : sum);
       }
     }
   }

@@ -279,19 +279,14 @@ DISTCA_DEVICE void store_global(void* p, const Words4& words) {
   *static_cast<uint4*>(p) = make_uint4(words.x[0], words.x[1], words.x[2], words.x[3]);
 }
 DISTCA_DEVICE int fetch_add(int* p, int n) { return atomicAdd(p, n); }
-/// Raises a maximum that all threads of the GPU share. NaN is above all numbers, 0 above -0. Most threads only look.
-DISTCA_DEVICE void raise_global(float* p, float value) {
-  float now;
-  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(now) : "l"(p) : "memory");
-  if (value <= now || now != now) return;
-  // The words of numbers without a sign ascend with them, those of the others descend. The words of NaN without a sign
-  // are above all others.
-  const uint32_t word = value == value ? __float_as_uint(value + 0.f) : 0x7fffffffu;
-  if (word <= 0x7fffffffu)
-    atomicMax(reinterpret_cast<int*>(p), static_cast<int>(word));
-  else
-    atomicMin(reinterpret_cast<unsigned*>(p), word);
+/// Reads what other threads of the GPU may be writing.
+DISTCA_DEVICE float load_relaxed(const float* p) {
+  float value;
+  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(value) : "l"(p) : "memory");
+  return value;
 }
+DISTCA_DEVICE void keep_larger(int* p, int n) { atomicMax(p, n); }
+DISTCA_DEVICE void keep_smaller(unsigned* p, unsigned n) { atomicMin(p, n); }
 /// Adds to p[0..4), at the memory. p is a multiple of 16 bytes.
 DISTCA_DEVICE void add_global(float* p, float a, float b, float c, float d) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(a), "f"(b), "f"(c), "f"(d)

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "attention/attention.h"
 #include "common/dtype.h"
@@ -157,6 +158,21 @@ struct ScoreMap {
   float cap;             // 0: none
   float cap_scale;
 };
+
+/// How a number is taken into a maximum that threads share: the larger one of signed words is kept, or the smaller one
+/// of unsigned words. NaN is above all numbers, 0 above -0.
+struct MaximumWord {
+  uint32_t word;
+  bool is_signed;
+};
+
+DISTCA_INLINE MaximumWord maximum_word(float value) {
+  value += 0.f;
+  uint32_t word = 0x7fffffffu;  // NaN without a sign
+  if (value == value) std::memcpy(&word, &value, sizeof(word));
+  // Words of numbers without a sign ascend with them, words of the others descend.
+  return {word, word <= 0x7fffffffu};
+}
 
 /// The Scores of some groups.
 struct ScoreEntry {

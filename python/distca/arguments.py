@@ -44,6 +44,12 @@ def check_type(function: str, name: str, value: Any, expected: type, made_by: st
         )
 
 
+def check_flag(function: str, name: str, value: Any) -> None:
+    """Raises InvalidArgumentError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise InvalidArgumentError(f"{function}: {name} is {value!r}; True or False is expected")
+
+
 def listed(function: str, name: str, value: Any, expected: str) -> list[Any]:
     """The elements of a sequence. Raises InvalidArgumentError, which says what is `expected`, for anything else."""
     try:

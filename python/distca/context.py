@@ -157,18 +157,19 @@ class Context(Registered):
         """Finds the largest logits of the layers that run inside ``with context.max_logits() as found``.
 
         It is for models that cannot pass ``max_logits=True`` to `core_attention`, as those of transformers. All ranks
-        of the context enter and leave it between the same steps. Backward may be inside or not::
+        of the context enter and leave it between the same steps. Where activation checkpointing runs layers again,
+        backward must be inside too::
 
             with context.max_logits() as found:
                 loss = model(**batch).loss
-            for layer, largest in found.items():  # of this rank's rows, [H]
-                torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+                loss.backward()
+            found[3]  # of layer 3 in this rank's rows: [H], float32
 
-        Calls in compiled code do not take part. If there were no others, leaving it is an error.
+        Calls in compiled code do not take part, nor do replays of a recording.
 
         Raises:
-            InvalidArgumentError: on entering, if another one is in use or a recording is open. On leaving, if steps
-                were taken and none was found.
+            InvalidArgumentError: on entering, if another one is in use or a recording is open. On leaving, if a forward
+                step inside did not take part because it was compiled.
         """
         return MaxLogits(self)
 

@@ -8,49 +8,57 @@ from typing import TYPE_CHECKING
 import torch
 
 from distca.errors import InvalidArgumentError
-from distca.planner.plan_source import StepOfTick
+from distca.planner.plan_source import NO_LAYER_OF_STAGE, StepOfTick
 
 if TYPE_CHECKING:
     from distca.context import Context
 
+Layer = int | str | None
 
-class MaxLogits(dict["int | str | None", torch.Tensor]):
-    """The largest logits of this rank's rows since it was entered, by layer: the ``layer`` of `core_attention`.
 
-    `Context.max_logits` makes it. A layer's are ``[H]`` float32, the largest of all its calls; those of a layer without
-    a name are those of all such layers.
+class MaxLogits(dict[Layer, torch.Tensor]):
+    """The largest logits of this rank's rows, by layer: the ``layer`` of `core_attention`.
+
+    `Context.max_logits` makes it. It has them once it is left: ``[H]`` float32 for each layer, the largest of all its
+    calls inside. Those of calls without a layer are those of one layer, None.
     """
 
     def __init__(self, context: Context) -> None:
         super().__init__()
         self._context = context
-        self._first_step = 0
-        self._is_asked = False
+        self._of_calls: dict[Layer, list[torch.Tensor]] = {}
+        self._without_before = 0
 
     def __enter__(self) -> MaxLogits:
         if self._context.finder is not None:
             raise InvalidArgumentError(f"max_logits: context {self._context.name!r} finds them already")
         if self._context.is_recording:
             raise InvalidArgumentError("max_logits: a recording is open; pass max_logits=True to core_attention inside")
-        self._context.finder, self._first_step = self, self._context.step
+        self.clear()
+        self._context.finder, self._without_before = self, self._num_without()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._context.finder = None
-        if kind is None and not self._is_asked and self._context.step > self._first_step:
+        # Only now, because activation checkpointing that saves results takes note of all that is done in a layer.
+        self.update({layer: torch.stack(found).amax(0) for layer, found in self._of_calls.items()})
+        self._of_calls.clear()
+        missed = self._num_without() - self._without_before
+        if kind is None and missed > 0:
             raise InvalidArgumentError(
-                f"max_logits: {self._context.step - self._first_step} steps were taken and none of them has told its "
-                "largest logits. Compiled code does not look for who wants them. What to change: call the model "
-                "without torch.compile, or pass max_logits=True to core_attention"
+                f"max_logits: {missed} forward steps did not tell their largest logits. Compiled code does not look "
+                "for who wants them. What to change: call the model without torch.compile, or pass max_logits=True "
+                "to core_attention"
             )
-
-    def ask(self) -> None:
-        """Notes that a step asks for them: one of this rank's calls, or one that it serves."""
-        self._is_asked = True
 
     def take(self, layer: int | str | StepOfTick | None, max_logits: torch.Tensor) -> None:
         """Adds those of one call."""
         key = layer.layer if isinstance(layer, StepOfTick) else layer
-        self[key] = torch.maximum(self[key], max_logits) if key in self else max_logits
+        if key != NO_LAYER_OF_STAGE:
+            self._of_calls.setdefault(key, []).append(max_logits)
+
+    def _num_without(self) -> int:
+        core = self._context._core
+        return 0 if core is None else core.num_without_max_logits

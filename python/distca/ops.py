@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._higher_order_ops.effects import _EffectType as EffectType
 
-from distca.arguments import is_whole
+from distca.arguments import check_flag, is_whole
 from distca.caller import Caller, is_deterministic
 from distca.context import Context, collective
 from distca.errors import InvalidArgumentError, refusals_told, typed_errors
@@ -87,7 +87,9 @@ def core_attention(
         logits. Padding rows have out 0 and lse -inf, and take no gradient. With ``max_logits`` also max_logits ``[H]``
         float32, not differentiable: for each head the largest logit, after scale and softcap, that a row of this rank
         sees; sinks do not count. It is -inf where the rank has no rows, NaN where a row's logits are no numbers, and
-        has the same bits whatever the plan. ``torch.distributed.all_reduce`` with ``MAX`` gives that of the batch.
+        has the same bits whatever the plan. ``torch.distributed.all_reduce`` with ``MAX`` over the ranks that have the
+        same layer and heads, and other rows, gives that of the batch. Do not compute with it inside of a layer that
+        `save_core_attention` checkpoints.
 
     Raises:
         InvalidArgumentError, PlanFormatError, CapacityError: before anything moves. If all ranks raise one of these,
@@ -98,6 +100,7 @@ def core_attention(
     call = resolved("core_attention", plan, plan_backward, layer)
     plan, plan_backward, layer, layer_backward = call
     check_tensors("core_attention", q, k, v, sinks)
+    check_flag("core_attention", "max_logits", max_logits)
     if torch.compiler.is_compiling():  # layers that differ in a constant would not share a graph
         layer = layer_backward = None
     else:
@@ -178,6 +181,7 @@ def attention(
     """
     check_tensors("attention", q, k, v, sinks)
     q, k, v = as_autocast(q, k, v)
+    check_flag("attention", "max_logits", max_logits)
     if not (isinstance(mask, str) and mask in ("causal", "full")):
         raise InvalidArgumentError(f'attention: mask = {mask!r}; "causal" and "full" are allowed')
     if mask == "full" and window is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from distca.arguments import check_type
+from distca.arguments import check_flag, check_type
 from distca.caller import Caller
 from distca.calls import Call, calls_of_pass, groups_of
 from distca.context import Context, collective
@@ -121,10 +121,11 @@ def serve_calls(
     Raises:
         DistcaError: as in `serve`.
     """
+    check_flag(function, "max_logits", max_logits)
     for of_layer in plans:
         for plan in of_layer:
             _check_serving(function, plan)
-    max_logits = max_logits or finder_of(context) is not None
+    max_logits = max_logits or finder_of(context) is not None  # with a finder all ranks ask
     steps: dict[tuple[str, int, int | None], int] = {}  # those under way, by (phase, layer, half)
     for call in calls:
         part, phase, layer, half = call

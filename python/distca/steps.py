@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from distca.arguments import check_type
+from distca.arguments import check_flag, check_type
 from distca.caller import Caller
 from distca.context import Context, collective
 from distca.errors import InvalidArgumentError, refusals_told
@@ -324,6 +324,7 @@ def dispatch(
         )
     call = resolved("dispatch", plan, plan_backward, layer)
     check_tensors("dispatch", q, k, v, sinks)
+    check_flag("dispatch", "max_logits", max_logits)
     scale, softcap = as_numbers(scale, softcap)
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "deterministic": deterministic}
     return begin(q, k, v, call, context=context, sinks=sinks, max_logits=max_logits, **options)

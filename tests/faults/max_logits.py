@@ -10,6 +10,7 @@ DISPATCHER = "cpp/runtime/dispatcher.cpp"
 SERVER = "cpp/runtime/server_tasks.cpp"
 OPERATORS = "python/distca/ops.py"
 STEP = "python/distca/steps.py"
+FINDER = "python/distca/max_logits.py"
 
 FAULTS = [
     Fault(
@@ -173,6 +174,41 @@ FAULTS = [
         "entry.max_logits = task.max_logits;",
         "",
         (KERNELS,),
+    ),
+    Fault(
+        "largest logits: the GPU's kernel compares all words as if they had a sign",
+        "cuda/attention/tables.h",
+        "return {word, word <= 0x7fffffffu};",
+        "return {word, true};",
+        (STEPS,),
+    ),
+    Fault(
+        "largest logits: nobody counts the steps that did not ask",
+        "cpp/runtime/context.cpp",
+        "if constexpr (kIsForward) num_without_max_logits_ += tensors.max_logits == nullptr ? 1 : 0;",
+        "",
+        (STEPS,),
+    ),
+    Fault(
+        "largest logits: those of before count again",
+        FINDER,
+        "self.clear()",
+        "pass",
+        (STEPS,),
+    ),
+    Fault(
+        "largest logits: steps of layers that a stage lacks count",
+        FINDER,
+        "if key != NO_LAYER_OF_STAGE:",
+        "if True:",
+        ("tests/pipeline/test_mixed_models.py",),
+    ),
+    Fault(
+        "largest logits: a rank that serves asks for none where the context finds them",
+        "python/distca/serving.py",
+        "max_logits = max_logits or finder_of(context) is not None",
+        "max_logits = max_logits",
+        (STEPS,),
     ),
     Fault(
         "largest logits: the GPU counts those that it is told by another part of the table",

@@ -110,8 +110,13 @@ def _cut(model: Any, begin: int, end: int) -> Any:
     return stage
 
 
-def _run(case: Case, windows: list[Any] | None = None) -> tuple[float, dict[str, torch.Tensor]]:
-    """One rank's losses and gradients. Plans are for the windows of the model's layers, or others."""
+Found = tuple[float, dict[str, torch.Tensor], dict[Any, torch.Tensor]]
+
+
+def _run(case: Case, windows: list[Any] | None = None) -> Found:
+    """One rank's losses and gradients, and the largest logits of its layers. Plans are for the windows of the model's
+    layers, or others.
+    """
     stages = [[0, 1], [2, 3]]
     with distca.init(max_tokens=256, heads=GQA, timeout=30) as context:
         plans = pipeline.PipelinePlans(
@@ -144,10 +149,25 @@ def _run(case: Case, windows: list[Any] | None = None) -> tuple[float, dict[str,
             h = ticks.pad(h.last_hidden_state[0])
             return h if plans.stage == 0 else _loss(model, h, targets)
 
-        losses = ticks.run(stage, like=torch.empty(0, model.config.hidden_size))
+        with context.max_logits() as largest:
+            losses = ticks.run(stage, like=torch.empty(0, model.config.hidden_size))
         assert plans.stats.imbalance_after < 1.1
         dist.barrier()
-    return float(sum(losses)), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return float(sum(losses)), gradients, dict(largest)
+
+
+def _largest(case: Case) -> dict[Any, torch.Tensor]:
+    """The largest logits of each layer, of all documents on one rank."""
+    rows = [_tokens(microbatch, rank) for microbatch in range(MICROBATCHES) for rank in range(DATA)]
+    ids, _, positions = (torch.cat(parts)[None] for parts in zip(*rows, strict=True))
+    documents = [n for microbatch in DOCUMENTS for of_rank in microbatch for n in of_rank]
+    with distca.init(max_tokens=sum(documents), heads=GQA) as context:
+        windows = [None, *{WINDOWS[kind] for kind in case.kinds if kind in WINDOWS} - {None}]
+        plans = distca.plans(distca.Layout.from_documents([documents]), GQA, context=context, windows=windows)
+        with context.max_logits() as found, torch.no_grad():
+            _model(case, "distca").model(ids, position_ids=positions, use_cache=False, plan=plans)
+    return dict(found)
 
 
 def _alone(case: Case, dtype: torch.dtype) -> tuple[float, dict[str, torch.Tensor]]:
@@ -188,6 +208,21 @@ def test_models_whose_layers_differ_are_exact_in_a_pipeline() -> None:
         error = _error(found, gradients)
         print(case, f"{error:.1e}, one process in float32 {one_process:.1e}")
         assert error < max(1e-6, 1.5 * one_process), case
+
+        if case.layers == (1, 3):  # stage 0 also takes steps for which it has no layer
+            of_stages = [{k: torch.maximum(a[2][k], b[2][k]) for k in a[2]} for a, b in _pairs(results, number)]
+            assert [len(of_stage) for of_stage in of_stages] == case.with_attention
+            expected = _largest(case)
+            assert list(expected) == [layer for of_stage in of_stages for layer in of_stage]
+            for layer, largest in expected.items():
+                mine = next(of_stage[layer] for of_stage in of_stages if layer in of_stage)
+                torch.testing.assert_close(mine, largest, rtol=1e-5, atol=1e-5)
+
+
+def _pairs(results: list[list[Found]], number: int) -> list[tuple[Found, Found]]:
+    """What the two data ranks of each stage have found in a case."""
+    of_ranks = [of_rank[number] for of_rank in results]
+    return [(of_ranks[0], of_ranks[1]), (of_ranks[2], of_ranks[3])]
 
 
 def _run_with_windows_of_others() -> list[str]:

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 import distca
 from distca import testing
-from emulation.emulated_gpu import OPTIONS
+from emulation.emulated_gpu import OPTIONS, EmulatedGpu
 from support import flash_on_cpu
 from support.batches import LENGTHS, Batch, data_parallel, random_batch, random_tasks, rows_of_rank, scattered, spill
 from support.branches import random_tree
@@ -287,8 +288,10 @@ def test_a_context_finds_those_of_layers_that_do_not_ask() -> None:
             else:
                 assert len(distca.core_attention(q, k, v, **mine, layer=3)) == 2
                 assert len(distca.core_attention(-2 * q, k, v, **mine, layer="last")) == 2
-                asked = distca.core_attention(q / 2, k, v, **mine, layer=3, max_logits=True)
-                assert torch.equal(asked[2], found[3] / 2)
+                asked = distca.core_attention(q / 2, k, v, **mine, layer=3, max_logits=True)[2]
+        if rank < 2:
+            assert torch.equal(asked, found[3] / 2)
+            asked.fill_(7)  # it is the caller's
         before = dict(found)
         with context.max_logits() as again:
             step = distca.dispatch(q, k, v, **mine)
@@ -297,6 +300,12 @@ def test_a_context_finds_those_of_layers_that_do_not_ask() -> None:
         distca.core_attention(q, k, v, **mine)
         assert dict(found) == before and list(again) == [None]
         assert rank == 2 or torch.equal(again[None], found[3])
+        with again:
+            if rank == 2:
+                distca.serve(mine["plan"], "forward", context=context, max_logits=True)
+            else:
+                distca.core_attention(q / 4, k, v, **mine)
+        assert rank == 2 or torch.equal(again[None], found[3] / 4)
         return found
 
     with loopback_group(plan) as contexts:
@@ -309,22 +318,71 @@ def test_a_context_finds_those_of_layers_that_do_not_ask() -> None:
             torch.testing.assert_close(found[layer].double(), right, rtol=1e-6, atol=1e-6)
 
 
-def test_a_context_that_finds_none_or_is_asked_twice_or_recorded_says_so() -> None:
+def test_activation_checkpointing_inside_of_it_finds_the_same_with_and_without_saved_results() -> None:
+    batch, layout = random_batch(LENGTHS, HEADS, 3), scattered(LENGTHS, 2, 1)
+    plan = distca.plan(layout, HEADS, tolerance=0.0, min_rows=1)
+
+    def call(q: Any, k: Any, v: Any, plan: distca.Plan, in_parts: bool, context: distca.Context, **options: Any) -> Any:
+        q, k, v = (t.nan_to_num().requires_grad_() for t in (q, k, v))
+
+        def layer(q: torch.Tensor) -> torch.Tensor:
+            if not in_parts:
+                return distca.core_attention(q * 2, k, v, plan, context=context, layer=1)[0].sin()
+            step = distca.dispatch(q * 2, k, v, plan, context=context, layer=1)
+            distca.attend(step)
+            return distca.collect(step)[0].sin()
+
+        with context.max_logits() as found:
+            checkpoint(layer, q, use_reentrant=False, **options).sum().backward()
+        return found[1], q.grad
+
+    def plain(q: Any, k: Any, v: Any, plan: distca.Plan, context: distca.Context) -> Any:
+        q, k, v = (t.nan_to_num().requires_grad_() for t in (q, k, v))
+        out, _, largest = distca.core_attention(q * 2, k, v, plan, context=context, max_logits=True)
+        out.sin().sum().backward()
+        return largest, q.grad
+
+    right = _steps(batch, [plan], plain)[0]
+    for in_parts in (False, True):
+        for options in ({}, {"context_fn": distca.save_core_attention}):
+            for mine, theirs in zip(_steps(batch, [plan], call, in_parts=in_parts, **options)[0], right, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_a_context_that_misses_some_or_is_asked_twice_or_recorded_says_so() -> None:
     batch, plan = random_batch((30,), HEADS, 6), distca.plan(distca.Layout.from_documents([[30]]), HEADS)
-    call = torch.compile(distca.core_attention, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(distca.core_attention, backend="aot_eager", fullgraph=True)
     wrong = distca.InvalidArgumentError
+    rows = (batch.q.requires_grad_(), batch.k, batch.v)
     with loopback_group(plan, streams=True) as (context,):
-        with pytest.raises(wrong, match="1 steps were taken .* without torch.compile"), context.max_logits():
-            call(batch.q, batch.k, batch.v, plan, context=context)
-        with context.max_logits():
+        found = context.max_logits()
+        with pytest.raises(wrong, match="1 forward steps did not tell .* without torch.compile"), found:
+            distca.core_attention(*rows, plan, context=context)
+            out, _ = compiled(*rows, plan, context=context)
+        assert list(found) == [None]
+        with found:
             for other, said in ((context.max_logits, "finds them already"), (context.record, "pass max_logits=True")):
                 with pytest.raises(wrong, match=said), other():
                     pass
+            out.sum().backward()  # that is no forward step
+        assert dict(found) == {}
         with pytest.raises(wrong, match="a recording is open"), context.record(), context.max_logits():
             pass
         with context.max_logits() as found:
-            distca.core_attention(batch.q, batch.k, batch.v, plan, context=context)
+            distca.core_attention(*rows, plan, context=context)
         assert list(found) == [None]
+
+
+@pytest.mark.parametrize("wrong", ["yes", 1, torch.tensor(True), [1]], ids=str)
+def test_whether_they_are_asked_for_is_true_or_false(wrong: Any) -> None:
+    batch, plan = random_batch((30,), HEADS, 6), distca.plan(distca.Layout.from_documents([[30]]), HEADS)
+    rows, said = (batch.q, batch.k, batch.v), "max_logits is .*; True or False is expected"
+    with loopback_group(plan) as (context,):
+        for call in (distca.core_attention, distca.dispatch):
+            with pytest.raises(distca.InvalidArgumentError, match=said):
+                call(*rows, plan, context=context, max_logits=wrong)
+    with pytest.raises(distca.InvalidArgumentError, match=said):
+        distca.attention(*rows, max_logits=wrong)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -335,6 +393,20 @@ def test_a_row_whose_logits_are_no_numbers_makes_its_head_nan_on_its_rank_alone(
     for of_plan in _steps(batch, _plans(layout, HEADS, 3), distca.core_attention, max_logits=True):
         for rank in range(3):
             assert of_plan[rank][2].isnan().tolist() == [False, False, rank == 1, False]
+
+
+def test_nor_do_they_on_the_emulated_gpu(own_gpu: EmulatedGpu) -> None:
+    heads = distca.Heads(4, 2, 32, dtype=torch.bfloat16)
+    layout = distca.Layout.from_documents([[90], [200]])
+    batch = random_batch((90, 200), heads, 3)
+    batch.q[150, 2] = math.nan
+    batch.q[:, 1], batch.k[:, 0] = batch.q[:, 1].abs(), -batch.k[:, 0].abs()
+    plan = distca.plan(layout, heads, tolerance=0.0, min_rows=1)
+    for rank, (_, _, largest) in enumerate(_steps(batch, [plan], distca.core_attention, OPTIONS, max_logits=True)[0]):
+        assert largest.isnan().tolist() == [False, False, rank == 1, False]
+        right = _of_rank(batch, layout, rank, _largest(batch))
+        keep = [0, 1, 3]
+        torch.testing.assert_close(largest[keep].double(), right[keep], rtol=1e-6, atol=1e-6)
 
 
 def test_a_rank_without_rows_has_none_and_one_that_only_serves_says_that_they_are_asked_for() -> None:

@@ -29,8 +29,8 @@ class DistcaCoreAttention(names.MegatronModule):  # type: ignore[misc]
 
     Attributes:
         current_max_attn_logits: with ``qk_clip`` or ``log_max_attention_logit``, the largest logit of each head in the
-            rows of this rank since Megatron's ``clip_qk``, which takes the largest of all data ranks, has set it to
-            None; ``[H]``, float32.
+            rows of this rank, ``[H]`` float32, since it was None last. Megatron's ``clip_qk`` takes the largest of all
+            data ranks, and sets it to None where it clips.
 
     Raises:
         InvalidArgumentError: the configuration asks for what distca's attention does not do.

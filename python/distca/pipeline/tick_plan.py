@@ -11,7 +11,7 @@ from distca.checkpoint import save_core_attention
 from distca.errors import InvalidArgumentError
 from distca.ops import core_attention
 from distca.pingpong.turns import in_half
-from distca.planner.plan_source import PlanSource, Resolved, StepOfTick
+from distca.planner.plan_source import NO_LAYER_OF_STAGE, PlanSource, Resolved, StepOfTick
 
 if TYPE_CHECKING:
     from distca.pipeline.ticks import Ticks
@@ -121,7 +121,7 @@ class TickPlan(PlanSource):
                 empty.reshape(0, n, dim)
                 for n, dim in ((heads.q, heads.dim), (heads.kv, heads.dim), (heads.kv, heads.value_dim))
             )
-            out, *_ = core_attention(q, k, v, self, context=ticks.context, **ticks.options)
+            out, *_ = core_attention(q, k, v, self, context=ticks.context, layer=NO_LAYER_OF_STAGE, **ticks.options)
             hidden = torch.cat([hidden.flatten(), out.flatten().to(hidden.dtype)]).reshape(hidden.shape)
         return hidden
 

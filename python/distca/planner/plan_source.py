@@ -8,6 +8,9 @@ from typing import NamedTuple
 from distca.planner.layout import Chunk, Layout
 from distca.planner.plan import Plan
 
+NO_LAYER_OF_STAGE = "none of this stage"
+"""The layer of the steps that a stage takes because other stages have more layers."""
+
 
 class StepOfTick(NamedTuple):
     """One of several steps that belong together, in which ranks may be in different layers.

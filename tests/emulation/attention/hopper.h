@@ -293,9 +293,9 @@ inline int fetch_add(int* p, int n) {
   *p += n;
   return old;
 }
-inline void raise_global(float* p, float value) {
-  if (!(*p != *p) && !(value <= *p)) *p = value + 0.f;
-}
+inline float load_relaxed(const float* p) { return *p; }
+inline void keep_larger(int* p, int n) { *p = std::max(*p, n); }
+inline void keep_smaller(unsigned* p, unsigned n) { *p = std::min(*p, n); }
 inline void add_global(float* p, float a, float b, float c, float d) {
   check_aligned(p, 16);
   p[0] += a, p[1] += b, p[2] += c, p[3] += d;

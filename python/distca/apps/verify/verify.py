@@ -33,7 +33,7 @@ LSE_UNITS = 2.0**-8
 SUM_UNITS = 16
 #: How far the largest logits may be off, as a fraction of the largest one: products are summed up in fp32, and a GPU's
 #: hyperbolic tangent of a softcap is no exact one.
-LOGIT_ERROR = 2.0**-10
+LOGIT_ERROR = 2.0**-14
 _UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 _MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 _NAMES_OF_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
