@@ -3,6 +3,7 @@
 # make test    run the tests but those of the targets below    (ARGS="-k plan" hands options to pytest)
 # make training  run the tests that train for minutes, which `make test` leaves out: beside the trainers of transformers,
 #              TRL and Lightning, the examples, every feature of a run, kills and what is resumed
+# make processes  run the tests of processes that die, hang, are interrupted or lose their network: they wait for seconds
 # make fuzz    run the tests of the planner, and of changed plans, with 20 times as many random cases
 # make families  run every causal language model of transformers on two ranks, and train it by four processes that share
 #              it: exact, or refused with the reason
@@ -59,7 +60,13 @@ INSTALL := $(PIP) install --no-build-isolation --no-deps --editable .
 # Whole runs, one after the other for minutes.
 TRAINING := $(addprefix tests/integrations/test_,trainer.py trl.py lightning.py examples.py) \
   $(addprefix tests/apps/test_train_,reference.py features.py export.py checkpoint.py resume.py damage.py ends.py) \
-  $(addprefix tests/apps/test_train_split,.py _forms.py _resume.py _ends.py)
+  $(addprefix tests/apps/test_train_split,.py _forms.py _resume.py _ends.py) \
+  $(addprefix tests/apps/test_train_,models.py weights.py)
+
+# Processes that die, hang, are interrupted or lose their network. Most of the time they wait.
+PROCESSES := tests/connect/test_launch_interrupts.py tests/pipeline/test_tensor_faults.py \
+  $(addprefix tests/runtime/test_,process_death.py interrupts.py) \
+  $(addprefix tests/transport/test_,cut_network.py torch_transport_faults.py)
 
 # Several processes, for up to a minute. Targets of their own have more of them.
 PIPELINE := tests/integrations/test_torch_pipelining.py
@@ -72,7 +79,7 @@ TITAN := $(addprefix tests/integrations/test_torchtitan,.py _trainer.py)
 # Searches of all orders of events, more than a minute of them.
 PROTOCOL := tests/runtime/test_protocol_model.py
 
-.PHONY: build train test training fuzz families titan pipeline megatron pretraining protocol faults sanitize bench ptxas \
+.PHONY: build train test training processes fuzz families titan pipeline megatron pretraining protocol faults sanitize bench ptxas \
   lint docs wheel clean
 .DELETE_ON_ERROR:
 
@@ -83,10 +90,13 @@ train: build
 
 test: $(VENV)/built-all $(VENV)/test-ready $(VENV)/programs-ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=,$(TRAINING) $(PIPELINE) $(MEGATRON) \
-	  $(PRETRAINING) $(TITAN) $(PROTOCOL)) $(ARGS)
+	  $(PRETRAINING) $(TITAN) $(PROTOCOL) $(PROCESSES)) $(ARGS)
 
 training: $(VENV)/built-all $(VENV)/test-ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(TRAINING) $(ARGS)
+
+processes: $(VENV)/built-all $(VENV)/test-ready
+	$(BIN)/python -m pytest -n 4 --dist worksteal $(PROCESSES) $(ARGS)
 
 fuzz: build $(VENV)/test-ready
 	$(BIN)/python -m pytest -n 2 --hypothesis-profile=fuzz \

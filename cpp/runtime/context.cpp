@@ -26,9 +26,9 @@ Registry& registry() {
 }  // namespace
 
 HeapNeeds heap_needs(int64_t num_ranks, int64_t slot_bytes) {
-  // The send arena takes any one put, however it is aligned. What does not fit at once is sent in parts.
-  return {kNumSlots * (slot_bytes + MaxLogits::bytes(num_ranks)), Signals(num_ranks).count(),
-          slot_bytes + plan::kExtentAlignment};
+  const int64_t arena_bytes = slot_bytes + MaxLogits::bytes(num_ranks);
+  // The send arena takes any one message, however it is aligned. What does not fit at once is sent in parts.
+  return {kNumSlots * arena_bytes, Signals(num_ranks).count(), arena_bytes + plan::kExtentAlignment};
 }
 
 Context::Context(std::unique_ptr<transport::Transport> transport, ContextOptions options,

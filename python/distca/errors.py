@@ -83,8 +83,7 @@ def refusals_told(context: Context | None) -> Iterator[None]:
 _NO_MEMORY = "std::bad_alloc"
 _FROM_OPERATOR = re.compile(r"distca (\w+): (.*)", re.DOTALL)
 _WHAT_TO_CHANGE = {
-    PlanMismatchError: "make the same calls of core_attention and of its backward on every rank, in the same order "
-    "and with the same scale, softcap and max_logits, those of serve and Ticks too",
+    PlanMismatchError: "make the same calls of core_attention and of its backward on every rank, in the same order",
     PeerTimeoutError: "if that rank does not hang, it makes fewer calls of core_attention or of its "
     "backward: make the same number on every rank",
 }
