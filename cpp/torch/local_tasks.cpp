@@ -27,8 +27,6 @@ void place_rows(std::vector<LocalTask>& sorted) {
             "with the full mask tasks of one document have the same keys; those from key row ", t.kv_begin,
             " on end at ", before.kv_end, " and at ", t.kv_end);
     t.first_row = before.first_row + before.q_rows();
-    require(t.first_row + t.q_rows() <= t.kv_rows(), "the document at key row ", t.kv_begin, " has more query rows (",
-            t.first_row + t.q_rows(), ") than key rows (", t.kv_rows(), ")");
   }
 }
 
@@ -51,8 +49,8 @@ void read_tasks(std::vector<LocalTask>& sorted, const Tensor& tasks, int64_t q_r
             ", ", t.q_end, ") of ", q_rows);
     require(t.kv_begin >= 0 && t.kv_end > t.kv_begin && t.kv_end <= kv_rows, "task ", i / 4, ": key rows [", t.kv_begin,
             ", ", t.kv_end, ") of ", kv_rows);
-    require(t.q_rows() <= t.kv_rows(), "task ", i / 4, " has more query rows (", t.q_rows(), ") than key rows (",
-            t.kv_rows(), ")");
+    require(mask == MaskKind::kFull || t.q_rows() <= t.kv_rows(), "task ", i / 4, " has more query rows (", t.q_rows(),
+            ") than key rows (", t.kv_rows(), ")");
     sorted.push_back(t);
     sorted.back().first_row = t.kv_rows() - t.q_rows();
   }

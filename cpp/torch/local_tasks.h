@@ -35,8 +35,8 @@ LocalOptions local_options(std::optional<double> scale, double softcap, bool det
 
 /// Reads tasks from an int64 CPU tensor [N, 4] and sorts them by document and first row. With a causal mask the queries
 /// of a task are the last rows before kv_end. With the full mask they are any rows: those of a document's tasks count
-/// from 0 on. Throws InvalidArgumentError if documents, tasks of one document, or query rows overlap, if a document has
-/// more queries than keys, or if, with the full mask, tasks of one document have different keys.
+/// from 0 on. Throws InvalidArgumentError if documents, tasks of one document, or query rows overlap, if, with a causal
+/// mask, a document has more queries than keys, or if, with the full mask, its tasks have different keys.
 void read_tasks(std::vector<LocalTask>& sorted, const Tensor& tasks, int64_t q_rows, int64_t kv_rows, MaskKind mask);
 
 }  // namespace distca::ops

@@ -161,8 +161,8 @@ def attention(
         tasks: int64 CPU tensor ``[N, 4]`` with rows ``(q_begin, q_end, kv_begin, kv_end)``. A document starts at row
             ``kv_begin`` of the keys. With a causal mask the queries are its last ``q_end - q_begin`` rows before
             ``kv_end``, aligned at the end. With the full mask they see all keys ``[kv_begin, kv_end)``, which are the
-            same ones for all tasks of a document. A document has at least as many keys as queries. The default is one
-            document of all rows.
+            same ones for all tasks of a document, whose queries may be fewer or more (cross attention). The default is
+            one document of all rows.
         sinks: ``[H]``, one more logit for every row of a head, with a value of zero (gpt-oss). It counts in lse.
         mask: ``"causal"`` or ``"full"``.
         window: with the causal mask, how many keys a row sees: its own and the ``window - 1`` before it.
@@ -190,10 +190,10 @@ def attention(
         scale, softcap = as_numbers(scale, softcap)
         if not (window is None or is_whole(window, 1)):
             raise InvalidArgumentError(f"attention: window = {window!r}; a positive number of keys or None is expected")
-        if tasks is None and q.shape[0] > k.shape[0]:
+        if tasks is None and mask == "causal" and q.shape[0] > k.shape[0]:
             raise InvalidArgumentError(
                 f"attention: q has {q.shape[0]} rows and k {k.shape[0]}; without tasks they are one document, which "
-                "has no more queries than keys"
+                "has no more queries than keys under a causal mask"
             )
     if tasks is None:
         rows = [[0, q.shape[0], 0, k.shape[0]]] if q.shape[0] > 0 else []

@@ -74,6 +74,7 @@ Case random_case(HeadShape heads, int64_t most_rows, std::mt19937& random) {
   c.length = pick(random, 1, most_rows);
   auto& [mask, scale, softcap] = c.scores;
   if (pick(random, 0, 3) == 0) mask.kind = MaskKind::kFull;
+  c.keys = mask.kind == MaskKind::kFull && pick(random, 0, 1) == 0 ? pick(random, 1, most_rows) : c.length;
   if (mask.kind == MaskKind::kCausal && pick(random, 0, 2) == 0) mask.window = pick(random, 1, most_rows);
   for (int64_t row = pick(random, 0, 1) == 0 ? c.length : 0; row < c.length;) {
     const int64_t begin = row + pick(random, 0, 1) * pick(random, 0, 90);
@@ -84,8 +85,8 @@ Case random_case(HeadShape heads, int64_t most_rows, std::mt19937& random) {
   if (pick(random, 0, 4) == 0) scale = -scale;
   if (pick(random, 0, 2) == 0) softcap = 1.5f;
   c.q = random_array(heads.dtype, c.length, heads.q_heads, heads.dim, random);
-  c.k = random_array(heads.dtype, c.length, heads.kv_heads, heads.dim, random);
-  c.v = random_array(heads.dtype, c.length, heads.kv_heads, heads.v_dim, random);
+  c.k = random_array(heads.dtype, c.keys, heads.kv_heads, heads.dim, random);
+  c.v = random_array(heads.dtype, c.keys, heads.kv_heads, heads.v_dim, random);
   c.dout = random_array(heads.dtype, c.length, heads.q_heads, heads.v_dim, random);
   return c;
 }
@@ -93,16 +94,16 @@ Case random_case(HeadShape heads, int64_t most_rows, std::mt19937& random) {
 Answer answer(const Case& c, const std::vector<bool>& covered, bool gradients) {
   const HeadShape& heads = c.heads;
   const float scale = c.scores.scale, softcap = c.scores.softcap;
-  Answer a{Array(c.length, heads.q_heads, heads.v_dim),  Array(c.length, heads.q_heads, 1),
-           Array(c.length, heads.q_heads, heads.dim),    Array(c.length, heads.kv_heads, heads.dim),
-           Array(c.length, heads.kv_heads, heads.v_dim), Array(1, heads.q_heads, 1)};
+  Answer a{Array(c.length, heads.q_heads, heads.v_dim), Array(c.length, heads.q_heads, 1),
+           Array(c.length, heads.q_heads, heads.dim),   Array(c.keys, heads.kv_heads, heads.dim),
+           Array(c.keys, heads.kv_heads, heads.v_dim),  Array(1, heads.q_heads, 1)};
   std::fill(a.max_logits.x.begin(), a.max_logits.x.end(), -kInfinity);
   std::vector<int64_t> seen;
   std::vector<double> scores, slopes;
   for (int64_t row = 0; row < c.length; ++row) {
     if (!covered[static_cast<size_t>(row)]) continue;
     seen.clear();
-    for (int64_t key = 0; key < c.length; ++key)
+    for (int64_t key = 0; key < c.keys; ++key)
       if (sees(c, row, key)) seen.push_back(key);
     scores.assign(seen.size(), 0);
     slopes.assign(seen.size(), scale);
@@ -168,10 +169,10 @@ void cut_tasks(PlacedCase& of, std::mt19937& random) {
     if (pick(random, 0, 3) > 0 || (end == c.length && of.tasks.empty())) of.tasks.push_back({row, end});
     row = end;
   }
-  of.kv_begin = c.length;
+  of.kv_begin = c.keys;
   of.kv_end = 0;
   for (const auto& t : of.tasks) {
-    for (int64_t key = 0; key < c.length; ++key) {
+    for (int64_t key = 0; key < c.keys; ++key) {
       if (!sees(c, t.begin, key) && !sees(c, t.end - 1, key)) continue;
       of.kv_begin = std::min(of.kv_begin, key);
       of.kv_end = std::max(of.kv_end, key + 1);
@@ -313,9 +314,9 @@ void give_statistics(const Placement& p, const PlacedCase& of, const Answer& rig
 Answer results(const Placement& p, const PlacedCase& of) {
   const Case& c = *of.c;
   const HeadShape& heads = c.heads;
-  Answer a{Array(c.length, heads.q_heads, heads.v_dim),  Array(c.length, heads.q_heads, 1),
-           Array(c.length, heads.q_heads, heads.dim),    Array(c.length, heads.kv_heads, heads.dim),
-           Array(c.length, heads.kv_heads, heads.v_dim), Array(1, heads.q_heads, 1)};
+  Answer a{Array(c.length, heads.q_heads, heads.v_dim), Array(c.length, heads.q_heads, 1),
+           Array(c.length, heads.q_heads, heads.dim),   Array(c.keys, heads.kv_heads, heads.dim),
+           Array(c.keys, heads.kv_heads, heads.v_dim),  Array(1, heads.q_heads, 1)};
   std::fill(a.max_logits.x.begin(), a.max_logits.x.end(), -kInfinity);
   for (Array* array : {&a.out, &a.lse, &a.dq, &a.dk, &a.dv}) std::fill(array->x.begin(), array->x.end(), kNan);
   const auto copy_out = [](DType dtype, RowView from, int64_t rows, int64_t n, Array& to, int64_t row, int64_t head) {

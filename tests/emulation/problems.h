@@ -39,7 +39,8 @@ void write(DType dtype, std::byte* p, double x);
 struct Case {
   HeadShape heads;
   attention::Scores scores;
-  int64_t length = 0;
+  int64_t length = 0;  // query rows
+  int64_t keys = 0;    // as many; under the full mask any number
   std::vector<distca::BidirectionalRows> bidirectional;
   Array q, k, v, dout;  // rounded to the dtype
 };

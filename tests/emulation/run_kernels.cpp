@@ -126,9 +126,9 @@ void run_backward(Placement& placement, bool remote, bool deterministic, std::mt
 
 void print(const Case& c) {
   const auto& [mask, scale, softcap] = c.scores;
-  std::printf("  %lld rows, %s, window %lld, scale %g, softcap %g\n", static_cast<long long>(c.length),
-              mask.kind == distca::MaskKind::kFull ? "full" : "causal", static_cast<long long>(mask.window),
-              static_cast<double>(scale), static_cast<double>(softcap));
+  std::printf("  %lld rows, %lld keys, %s, window %lld, scale %g, softcap %g\n", static_cast<long long>(c.length),
+              static_cast<long long>(c.keys), mask.kind == distca::MaskKind::kFull ? "full" : "causal",
+              static_cast<long long>(mask.window), static_cast<double>(scale), static_cast<double>(softcap));
   for (const auto& [begin, end] : c.bidirectional)
     std::printf("  bidirectional: [%lld, %lld)\n", static_cast<long long>(begin), static_cast<long long>(end));
 }
@@ -160,7 +160,7 @@ std::pair<Answer, std::vector<bool>> compute(const std::string& pass, std::span<
       check("max_logits", got[i].max_logits, right[i].max_logits, {true}, 1e-6);
       continue;
     }
-    std::vector<bool> keys(static_cast<size_t>(of.c->length));
+    std::vector<bool> keys(static_cast<size_t>(of.c->keys));
     std::fill(keys.begin() + of.kv_begin, keys.begin() + of.kv_end, true);
     check("dq", got[i].dq, right[i].dq, of.covered, 1.5 * roundoff);
     check("dk", got[i].dk, right[i].dk, keys, 1.5 * roundoff);
@@ -200,8 +200,8 @@ void run_long_document(distca::HeadShape heads, std::mt19937& random) {
   heads.q_heads = heads.kv_heads = 1;
   Case c;
   do c = problems::random_case(heads, 2300, random);
-  while (c.length < 2100 || c.scores.mask.window != 0);
-  std::printf("forward: %lld rows\n", static_cast<long long>(c.length));
+  while (c.keys < 2100 || c.scores.mask.window != 0);
+  std::printf("forward: %lld keys\n", static_cast<long long>(c.keys));
   const Case* alone[] = {&c};
   compute<Element, kDim, kValueDim>("forward", alone, 0, false, random);
 }
