@@ -73,7 +73,7 @@ void Protocol::check_healthy() const {
 }
 
 uint64_t ScoreOptions::options_word() const {
-  const uint64_t cap = std::bit_cast<uint32_t>(softcap);  // without a sign
+  const uint64_t cap = std::bit_cast<uint32_t>(softcap + 0.f);  // without a sign
   return uint64_t{finds_max_logits} << 63 | cap << 32 | std::bit_cast<uint32_t>(scale);
 }
 

@@ -49,8 +49,6 @@ class Context(Registered):
         heads: the head shape that it was made for: with tensor parallelism this process's part of the model's heads.
         cost: the default cost model of its plans.
         nsys: whether its operators are NVTX ranges.
-        finder: what `max_logits` has made, while it is in use.
-        is_recording: whether a recording is open.
     """
 
     def __init__(
@@ -83,8 +81,8 @@ class Context(Registered):
         self.heads = heads
         self.cost = cost
         self.nsys = nsys
-        self.finder: MaxLogits | None = None
-        self.is_recording = False
+        self._finder: MaxLogits | None = None  # what `max_logits` has made, while it is in use
+        self._is_recording = False
         self._callers: dict[int, tuple[int | str | None, int | None]] | None = None  # layer and half of traced steps
         self.backward_steps: weakref.WeakSet[Any] = weakref.WeakSet()  # steps in parts whose backward is under way
         open_contexts[self.name] = self

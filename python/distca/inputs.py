@@ -126,7 +126,7 @@ def _as_number(name: str, value: Any) -> float:
 def finder_of(context: str | Context) -> MaxLogits | None:
     """What finds the largest logits of the step that begins now; None if nobody asks. Compiled code does not look."""
     here = None if torch.compiler.is_compiling() else find_context(context)
-    return None if here is None else here.finder
+    return None if here is None else here._finder
 
 
 def retained_bytes(plan: Plan, plan_backward: Plan | None, *inputs: torch.Tensor | None) -> int:

@@ -30,18 +30,18 @@ class MaxLogits(dict[Layer, torch.Tensor]):
         self._without_before = 0
 
     def __enter__(self) -> MaxLogits:
-        if self._context.finder is not None:
+        if self._context._finder is not None:
             raise InvalidArgumentError(f"max_logits: context {self._context.name!r} finds them already")
-        if self._context.is_recording:
+        if self._context._is_recording:
             raise InvalidArgumentError("max_logits: a recording is open; pass max_logits=True to core_attention inside")
         self.clear()
-        self._context.finder, self._without_before = self, self._num_without()
+        self._context._finder, self._without_before = self, self._num_without()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._context.finder = None
+        self._context._finder = None
         # Only now, because activation checkpointing that saves results takes note of all that is done in a layer.
         self.update({layer: torch.stack(found).amax(0) for layer, found in self._of_calls.items()})
         self._of_calls.clear()

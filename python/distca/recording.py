@@ -42,20 +42,20 @@ class Recording:
         if self._open is not None or self._made is not None:
             raise InvalidArgumentError("record: a recording is made once; make another one with Context.record")
         with refusals_told(self._context):
-            if self._context.finder is not None:
+            if self._context._finder is not None:
                 raise InvalidArgumentError(
                     "record: the context finds the largest logits of all steps, which a replay would not do; pass "
                     "max_logits=True to core_attention"
                 )
             self._open = self._core().begin_recording(*self._room)
-        self._context.is_recording = True
+        self._context._is_recording = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         recording, self._open = self._open, None
-        self._context.is_recording = False
+        self._context._is_recording = False
         if kind is not None:
             self._core().drop_recording()
             self._core().refuse(f"a recording broke off: {kind.__name__}: {error}")

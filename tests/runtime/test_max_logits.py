@@ -440,6 +440,22 @@ def test_ranks_that_differ_in_asking_are_told_so() -> None:
     assert "softcap 3 and asks for max_logits" in told and "softcap 3" in told.replace("softcap 3 and asks", ""), told
 
 
+def test_a_softcap_of_minus_zero_does_not_pass_for_asking() -> None:
+    """It has the sign that stands for that where ranks compare. Only callers of the operator can pass it."""
+    batch = random_batch((100, 30), HEADS, 6)
+    plan = distca.plan(distca.Layout.from_documents([[100], [30]]), HEADS, tolerance=0.0, min_rows=1)
+
+    def work(rank: int, context: distca.Context) -> Any:
+        rows = [rows_of_rank(batch, plan.layout, rank, t) for t in (batch.q, batch.k, batch.v)]
+        options: Options = {"softcap": -0.0} if rank else {"max_logits": True}
+        table, call = plan.for_rank(rank).tensor, torch.ops.distca.core_attention_all
+        return call(*rows, table, retained_bytes=0, context=context.name, **options)
+
+    with loopback_group(plan, timeout=20.0) as contexts:
+        for result in outcomes(contexts, work):
+            assert isinstance(result, RuntimeError) and "PlanMismatchError" in str(result), result
+
+
 def test_more_heads_than_there_is_room_for_are_refused_and_the_context_goes_on() -> None:
     heads = distca.Heads(257, 1, 8)
     batch, plan = random_batch((3,), heads, 6), distca.plan(distca.Layout.from_documents([[3]]), heads)
