@@ -3,6 +3,7 @@
 from faults.fault import Fault
 
 STEPS = "tests/runtime/test_max_logits.py"
+LAYERS = "tests/runtime/test_max_logits_of_layers.py"
 KERNELS = "tests/cuda/test_kernels_on_host.py"
 MEGATRON = "tests/integrations/test_megatron.py"
 FORWARD = "cpp/attention/cpu_forward.cpp"
@@ -187,14 +188,14 @@ FAULTS = [
         "cpp/runtime/context.cpp",
         "if constexpr (kIsForward) num_without_max_logits_ += tensors.max_logits == nullptr ? 1 : 0;",
         "",
-        (STEPS,),
+        (LAYERS,),
     ),
     Fault(
         "largest logits: those of before count again",
         FINDER,
         "self.clear()",
         "pass",
-        (STEPS,),
+        (LAYERS,),
     ),
     Fault(
         "largest logits: steps of layers that a stage lacks count",
@@ -208,7 +209,7 @@ FAULTS = [
         "python/distca/serving.py",
         "max_logits = max_logits or finder_of(context) is not None",
         "max_logits = max_logits",
-        (STEPS,),
+        (LAYERS,),
     ),
     Fault(
         "largest logits: the GPU counts those that it is told by another part of the table",

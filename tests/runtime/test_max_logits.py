@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
 
 import distca
 from distca import testing
@@ -21,56 +19,12 @@ from support import flash_on_cpu
 from support.batches import LENGTHS, Batch, data_parallel, random_batch, random_tasks, rows_of_rank, scattered, spill
 from support.branches import random_tree
 from support.groups import fault_of_check, loopback_group, on_all_ranks, outcomes
-from support.local_tasks import cut, whole
-from support.oracle import Ranges, visible
+from support.largest_logits import Options, largest_logits, largest_of_rank, of_steps
 from support.ranks import launch
 from support.recorded import ROWS, layout_of, tensors_of
 from support.score_features import random_sinks
 
 HEADS = distca.Heads(4, 2, 16, 24)
-Options = dict[str, Any]
-
-
-def _largest(
-    batch: Batch,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    mask: str = "causal",
-    window: int | None = None,
-    bidirectional: Any = None,
-) -> torch.Tensor:
-    """``[T, H]`` in float64: the largest logit that each row sees, by the textbook formula."""
-    rows = []
-    for document, (q, k) in enumerate(batch.documents(batch.q.double(), batch.k.double())):
-        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        scores = torch.einsum("ihd,jhd->hij", q, k) * (q.shape[2] ** -0.5 if scale is None else scale)
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        ranges: Ranges = (bidirectional or {}).get(document, ())
-        rows.append(scores.masked_fill(~visible(len(q), mask, window, ranges), -math.inf).amax(2).T)
-    return torch.cat(rows)
-
-
-def _of_rank(batch: Batch, layout: distca.Layout, rank: int, largest: torch.Tensor) -> torch.Tensor:
-    """The largest logits of a rank's rows. Padding, which is NaN here, has none."""
-    rows = rows_of_rank(batch, layout, rank, largest).nan_to_num(-math.inf)
-    return torch.cat([torch.full((1, largest.shape[1]), -math.inf, dtype=rows.dtype), rows]).amax(0)
-
-
-def _steps(
-    batch: Batch, plans: Sequence[distca.Plan], call: Callable[..., Any], group: Options | None = None, **options: Any
-) -> list[list[Any]]:
-    """What ``call(q, k, v, plan, ...)`` returned for each plan, by rank."""
-
-    def work(rank: int, context: distca.Context) -> list[Any]:
-        rows = [rows_of_rank(batch, plans[0].layout, rank, t) for t in (batch.q, batch.k, batch.v)]
-        return [call(*rows, plan.for_rank(rank), context=context, **options) for plan in plans]
-
-    with loopback_group(plans, **(group or {})) as contexts:
-        results = on_all_ranks(contexts, work)
-        for context in contexts:
-            context.check()
-    return [list(of_plan) for of_plan in zip(*results, strict=True)]
 
 
 def _plans(layout: distca.Layout, heads: distca.Heads, seed: int, **options: Any) -> list[distca.Plan]:
@@ -94,11 +48,11 @@ def test_they_are_those_of_the_rank_s_rows_and_have_the_same_bits_whatever_the_p
     if seed % 2:  # no logit is above 0, which is what a row of nothing would have
         batch = dataclasses.replace(batch, q=batch.q.abs(), k=-batch.k.abs())
     plans = _plans(layout, heads, seed, mask=mask, window=window)
-    found = _steps(batch, plans, distca.core_attention, {"reorder_seed": seed}, **scores, max_logits=True)
-    plain = _steps(batch, plans[1:2], distca.core_attention, **scores)[0]
-    exact = _largest(batch, **scores, mask=mask, window=window)
+    found = of_steps(batch, plans, distca.core_attention, {"reorder_seed": seed}, **scores, max_logits=True)
+    plain = of_steps(batch, plans[1:2], distca.core_attention, **scores)[0]
+    exact = largest_logits(batch, **scores, mask=mask, window=window)
     for rank in range(layout.num_ranks):
-        right = _of_rank(batch, layout, rank, exact)
+        right = largest_of_rank(batch, layout, rank, exact)
         for of_plan in found:
             out, lse, largest = of_plan[rank]
             assert torch.equal(largest, found[0][rank][2])
@@ -111,11 +65,11 @@ def test_they_are_those_of_the_rank_s_rows_and_have_the_same_bits_whatever_the_p
 def test_documents_that_share_rows_see_each_other_or_have_scores_of_their_own_have_theirs() -> None:
     layout = scattered(LENGTHS, 3, 1).with_bidirectional({4: [(10, 90)], 8: [(0, 128)]})
     batch = random_batch(LENGTHS, HEADS, 3)
-    found = _steps(batch, _plans(layout, HEADS, 2), distca.core_attention, max_logits=True)
-    exact = _largest(batch, bidirectional={4: [(10, 90)], 8: [(0, 128)]})
+    found = of_steps(batch, _plans(layout, HEADS, 2), distca.core_attention, max_logits=True)
+    exact = largest_logits(batch, bidirectional={4: [(10, 90)], 8: [(0, 128)]})
     for rank in range(3):
         torch.testing.assert_close(
-            found[1][rank][2].double(), _of_rank(batch, layout, rank, exact), rtol=1e-6, atol=1e-6
+            found[1][rank][2].double(), largest_of_rank(batch, layout, rank, exact), rtol=1e-6, atol=1e-6
         )
         assert all(torch.equal(of_plan[rank][2], found[0][rank][2]) for of_plan in found)
 
@@ -125,11 +79,13 @@ def test_documents_that_share_rows_see_each_other_or_have_scores_of_their_own_ha
     batch = Batch(
         LENGTHS, HEADS, *(torch.cat([getattr(part, name) for part in parts]) for name in ("q", "k", "v", "dout"))
     )
-    exact = torch.cat([_largest(part, mask=s.mask, window=s.window) for part, s in zip(parts, scores, strict=True)])
-    found = _steps(batch, _plans(layout, HEADS, 4, scores=scores), distca.core_attention, max_logits=True)
+    exact = torch.cat(
+        [largest_logits(part, mask=s.mask, window=s.window) for part, s in zip(parts, scores, strict=True)]
+    )
+    found = of_steps(batch, _plans(layout, HEADS, 4, scores=scores), distca.core_attention, max_logits=True)
     for of_plan in found:
         for rank in range(3):
-            right = _of_rank(batch, layout, rank, exact)
+            right = largest_of_rank(batch, layout, rank, exact)
             torch.testing.assert_close(of_plan[rank][2].double(), right, rtol=1e-6, atol=1e-6)
 
     tree = random_tree(5)
@@ -145,7 +101,7 @@ def test_documents_that_share_rows_see_each_other_or_have_scores_of_their_own_ha
     for document, own in enumerate(tree.own):
         rows = rows_of(document)
         whole_document = Batch((len(rows),), HEADS, q[rows], k[rows], v[rows], q[rows])
-        exact[rows[-len(own) :]] = _largest(whole_document)[-len(own) :]
+        exact[rows[-len(own) :]] = largest_logits(whole_document)[-len(own) :]
     plans = [distca.plan(layout, distca.Heads(4, 2, 16), tolerance=t, min_rows=1) for t in (0.0, 1.0)]
 
     def work(rank: int, context: distca.Context) -> list[torch.Tensor]:
@@ -185,12 +141,12 @@ def test_steps_in_parts_that_retain_or_are_compiled_or_recorded_have_the_same() 
         assert torch.equal(a[2], b[2])
         return b
 
-    right = _steps(batch, plans, distca.core_attention, max_logits=True, sinks=sinks)
+    right = of_steps(batch, plans, distca.core_attention, max_logits=True, sinks=sinks)
     for call in (in_parts, overlapped, torch.compile(distca.core_attention, backend="aot_eager", fullgraph=True)):
         for group in ({}, {"streams": True}, {"streams": True, "hosts": 3}):
             if call not in (in_parts, overlapped) and group:
                 continue
-            found = _steps(batch, plans, call, group, max_logits=True, sinks=sinks)
+            found = of_steps(batch, plans, call, group, max_logits=True, sinks=sinks)
             for of_plan, expected in zip(found, right, strict=True):
                 for mine, theirs in zip(of_plan, expected, strict=True):
                     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
@@ -212,9 +168,9 @@ def test_they_take_no_gradient_and_change_none() -> None:
         (out.sum() + lse.nan_to_num(neginf=0).sum()).backward()
         return [t.grad for t in leaves]
 
-    right = _steps(batch, [plan], gradients)[0]
+    right = of_steps(batch, [plan], gradients)[0]
     for in_parts in (False, True):
-        found = _steps(batch, [plan], gradients, max_logits=True, in_parts=in_parts)[0]
+        found = of_steps(batch, [plan], gradients, max_logits=True, in_parts=in_parts)[0]
         for mine, theirs in zip(found, right, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
@@ -266,111 +222,12 @@ def test_steps_on_an_emulated_gpu_find_them(request: pytest.FixtureRequest, of_g
     lengths = (100, 3, 64, 130)
     batch, layout = random_batch(lengths, heads, 2), scattered(lengths, 3, 5)
     plans = _plans(layout, heads, 3)[1:]
-    found = _steps(batch, plans, distca.core_attention, OPTIONS, max_logits=True)
-    exact = _largest(batch)
+    found = of_steps(batch, plans, distca.core_attention, OPTIONS, max_logits=True)
+    exact = largest_logits(batch)
     for of_plan in found:
         for rank in range(3):
-            right = _of_rank(batch, layout, rank, exact)
+            right = largest_of_rank(batch, layout, rank, exact)
             torch.testing.assert_close(of_plan[rank][2].double(), right, rtol=1e-6, atol=1e-6)
-
-
-def test_a_context_finds_those_of_layers_that_do_not_ask() -> None:
-    batch = random_batch((200, 90), HEADS, 5)
-    plan = distca.plan(distca.Layout([[(0, 0, 200)], [(1, 0, 90)], []]), HEADS, tolerance=0.0, min_rows=1)
-
-    def work(rank: int, context: distca.Context) -> Any:
-        q, k, v = (rows_of_rank(batch, plan.layout, rank, t) for t in (batch.q, batch.k, batch.v))
-        mine: Options = {"plan": plan.for_rank(rank), "context": context}
-        with context.max_logits() as found:
-            if rank == 2:
-                for _ in range(3):
-                    distca.serve(mine["plan"], "forward", context=context)
-            else:
-                assert len(distca.core_attention(q, k, v, **mine, layer=3)) == 2
-                assert len(distca.core_attention(-2 * q, k, v, **mine, layer="last")) == 2
-                asked = distca.core_attention(q / 2, k, v, **mine, layer=3, max_logits=True)[2]
-        if rank < 2:
-            assert torch.equal(asked, found[3] / 2)
-            asked.fill_(7)  # it is the caller's
-        before = dict(found)
-        with context.max_logits() as again:
-            step = distca.dispatch(q, k, v, **mine)
-            distca.attend(step)
-            assert len(distca.collect(step)) == 2
-        distca.core_attention(q, k, v, **mine)
-        assert dict(found) == before and list(again) == [None]
-        assert rank == 2 or torch.equal(again[None], found[3])
-        with again:
-            if rank == 2:
-                distca.serve(mine["plan"], "forward", context=context, max_logits=True)
-            else:
-                distca.core_attention(q / 4, k, v, **mine)
-        assert rank == 2 or torch.equal(again[None], found[3] / 4)
-        return found
-
-    with loopback_group(plan) as contexts:
-        first, second, third = on_all_ranks(contexts, work)
-    assert dict(third) == {}
-    for found, rows in ((first, slice(0, 200)), (second, slice(200, 290))):
-        assert list(found) == [3, "last"]
-        for layer, factor in ((3, 1.0), ("last", -2.0)):
-            right = _largest(batch, HEADS.dim**-0.5 * factor)[rows].amax(0)
-            torch.testing.assert_close(found[layer].double(), right, rtol=1e-6, atol=1e-6)
-
-
-def test_activation_checkpointing_inside_of_it_finds_the_same_with_and_without_saved_results() -> None:
-    batch, layout = random_batch(LENGTHS, HEADS, 3), scattered(LENGTHS, 2, 1)
-    plan = distca.plan(layout, HEADS, tolerance=0.0, min_rows=1)
-
-    def call(q: Any, k: Any, v: Any, plan: distca.Plan, in_parts: bool, context: distca.Context, **options: Any) -> Any:
-        q, k, v = (t.nan_to_num().requires_grad_() for t in (q, k, v))
-
-        def layer(q: torch.Tensor) -> torch.Tensor:
-            if not in_parts:
-                return distca.core_attention(q * 2, k, v, plan, context=context, layer=1)[0].sin()
-            step = distca.dispatch(q * 2, k, v, plan, context=context, layer=1)
-            distca.attend(step)
-            return distca.collect(step)[0].sin()
-
-        with context.max_logits() as found:
-            checkpoint(layer, q, use_reentrant=False, **options).sum().backward()
-        return found[1], q.grad
-
-    def plain(q: Any, k: Any, v: Any, plan: distca.Plan, context: distca.Context) -> Any:
-        q, k, v = (t.nan_to_num().requires_grad_() for t in (q, k, v))
-        out, _, largest = distca.core_attention(q * 2, k, v, plan, context=context, max_logits=True)
-        out.sin().sum().backward()
-        return largest, q.grad
-
-    right = _steps(batch, [plan], plain)[0]
-    for in_parts in (False, True):
-        for options in ({}, {"context_fn": distca.save_core_attention}):
-            for mine, theirs in zip(_steps(batch, [plan], call, in_parts=in_parts, **options)[0], right, strict=True):
-                assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-
-
-def test_a_context_that_misses_some_or_is_asked_twice_or_recorded_says_so() -> None:
-    batch, plan = random_batch((30,), HEADS, 6), distca.plan(distca.Layout.from_documents([[30]]), HEADS)
-    compiled = torch.compile(distca.core_attention, backend="aot_eager", fullgraph=True)
-    wrong = distca.InvalidArgumentError
-    rows = (batch.q.requires_grad_(), batch.k, batch.v)
-    with loopback_group(plan, streams=True) as (context,):
-        found = context.max_logits()
-        with pytest.raises(wrong, match="1 forward steps did not tell .* without torch.compile"), found:
-            distca.core_attention(*rows, plan, context=context)
-            out, _ = compiled(*rows, plan, context=context)
-        assert list(found) == [None]
-        with found:
-            for other, said in ((context.max_logits, "finds them already"), (context.record, "pass max_logits=True")):
-                with pytest.raises(wrong, match=said), other():
-                    pass
-            out.sum().backward()  # that is no forward step
-        assert dict(found) == {}
-        with pytest.raises(wrong, match="a recording is open"), context.record(), context.max_logits():
-            pass
-        with context.max_logits() as found:
-            distca.core_attention(*rows, plan, context=context)
-        assert list(found) == [None]
 
 
 @pytest.mark.parametrize("wrong", ["yes", 1, torch.tensor(True), [1]], ids=str)
@@ -390,7 +247,7 @@ def test_a_row_whose_logits_are_no_numbers_makes_its_head_nan_on_its_rank_alone(
     layout = distca.Layout.from_documents([[90], [200], [70]])
     batch = random_batch((90, 200, 70), HEADS, 3)
     batch.q[150, 2] = bad  # of document 1
-    for of_plan in _steps(batch, _plans(layout, HEADS, 3), distca.core_attention, max_logits=True):
+    for of_plan in of_steps(batch, _plans(layout, HEADS, 3), distca.core_attention, max_logits=True):
         for rank in range(3):
             assert of_plan[rank][2].isnan().tolist() == [False, False, rank == 1, False]
 
@@ -402,9 +259,9 @@ def test_nor_do_they_on_the_emulated_gpu(own_gpu: EmulatedGpu) -> None:
     batch.q[150, 2] = math.nan
     batch.q[:, 1], batch.k[:, 0] = batch.q[:, 1].abs(), -batch.k[:, 0].abs()
     plan = distca.plan(layout, heads, tolerance=0.0, min_rows=1)
-    for rank, (_, _, largest) in enumerate(_steps(batch, [plan], distca.core_attention, OPTIONS, max_logits=True)[0]):
+    for rank, (_, _, largest) in enumerate(of_steps(batch, [plan], distca.core_attention, OPTIONS, max_logits=True)[0]):
         assert largest.isnan().tolist() == [False, False, rank == 1, False]
-        right = _of_rank(batch, layout, rank, _largest(batch))
+        right = largest_of_rank(batch, layout, rank, largest_logits(batch))
         keep = [0, 1, 3]
         torch.testing.assert_close(largest[keep].double(), right[keep], rtol=1e-6, atol=1e-6)
 
@@ -421,7 +278,7 @@ def test_a_rank_without_rows_has_none_and_one_that_only_serves_says_that_they_ar
 
     with loopback_group(plan) as contexts:
         first, second, _ = on_all_ranks(contexts, work)
-    torch.testing.assert_close(first.double(), _largest(batch).amax(0), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(first.double(), largest_logits(batch).amax(0), rtol=1e-6, atol=1e-6)
     assert second.tolist() == [-math.inf] * 4
 
 
@@ -495,33 +352,11 @@ def _rank(lengths: Sequence[int]) -> list[Any]:
 def test_processes_find_them_over_each_transport_and_the_largest_of_all_ranks_is_that_of_the_batch() -> None:
     lengths = (250, 40, 100)
     batch = random_batch(lengths, HEADS, 5)
-    exact = _largest(batch)
+    exact = largest_logits(batch)
     for rank, results in enumerate(launch(_rank, lengths, ranks=3)):
         right = exact[batch.offsets[rank] : batch.offsets[rank + 1]].amax(0)
         for found, expected in zip(results, [right, exact.amax(0)] * 2, strict=True):
             torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
-
-
-# ---- in one process
-
-
-@pytest.mark.parametrize("tasks", [whole, partial(cut, seed=1)], ids=["whole documents", "cut"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_attention_of_one_process_finds_those_of_the_rows_that_have_a_task(dtype: torch.dtype, tasks: Any) -> None:
-    heads = distca.Heads(8, 2, 64, 32, dtype)
-    batch = random_batch(LENGTHS, heads, 1)
-    for options in ({}, {"softcap": 2.0, "scale": -0.5}, {"window": 30}, {"mask": "full"}):
-        if tasks is not whole and "mask" in options:
-            continue
-        rows = torch.tensor(tasks(batch.lengths))
-        out, lse, found = distca.attention(batch.q, batch.k, batch.v, rows, **options, max_logits=True)
-        plain = distca.attention(batch.q, batch.k, batch.v, rows, **options)
-        assert torch.equal(out, plain[0]) and torch.equal(lse, plain[1])
-        has_task = torch.zeros(sum(LENGTHS), dtype=torch.bool)
-        for begin, end, *_ in rows.tolist():
-            has_task[begin:end] = True
-        right = _largest(batch, **options)[has_task].amax(0)
-        torch.testing.assert_close(found.double(), right, rtol=1e-6, atol=1e-6)
 
 
 def test_the_operators_pass_pytorch_s_own_checks() -> None:
