@@ -12,8 +12,10 @@ BLOCK = {**FULL, "recompute_method": "block"}
 SELECTIVE = {"recompute_granularity": "selective"}
 SEQUENCE = {"sequence_parallel": True}
 WINDOWS = {"window_size": (30, 0), "window_attn_skip_freq": 2}
-#: The threshold is one that the small model passes.
+#: The threshold is one that the small model passes. Megatron 0.16.1 does not clip with tensor parallelism: it cuts the
+#: weights of a part as if they were the whole ones.
 QK_CLIP = {"qk_clip": True, "qk_clip_threshold": 1.0, "qk_clip_alpha": 0.3}
+LOGITS = {"log_max_attention_logit": True}
 ALL_TO_ALL = {"moe_token_dispatcher_type": "alltoall"}
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01}
 RAGGED = {"variable_seq_lengths": True, **ALL_TO_ALL}
@@ -37,11 +39,12 @@ FOUR = [
     *(Case(tensor=2, stock=True, changes=changes) for changes in RECOMPUTED),
     # `megatron_model` does not cut gated weights as Megatron does.
     Case(tensor=2, stock=True, changes={**WINDOWS, **AROUND, "gated_linear_unit": False}),
-    Case(tensor=2, stock=True, steps=3, changes={**QK_CLIP, **RECOMPUTED[0]}),
+    Case(tensor=2, stock=True, steps=3, changes={**LOGITS, **RECOMPUTED[0]}),
+    Case(data=4, stock=True, share=1, steps=3, changes=QK_CLIP),
     Case(tensor=2, steps=8),
     Case(pipeline=2, steps=3, changes={**QK_CLIP, **WINDOWS, "num_layers_in_first_pipeline_stage": 1}),
     Case(pipeline=2, layers=8, chunks=2, steps=3, changes={**QK_CLIP, **SELECTIVE}),
-    Case(pipeline=2, steps=2, changes={"log_max_attention_logit": True}),
+    Case(pipeline=2, steps=2, changes=LOGITS),
     Case(tensor=2, changes=SEQUENCE),
     Case(tensor=2, changes={**RECOMPUTED[1], "distribute_saved_activations": True}),
     Case(tensor=4, data=1),
@@ -146,7 +149,8 @@ EIGHT = [
     Case(2, 2, 2, chunks=2, changes=SEQUENCE, overlap=True, steps=3, shards=True, gathers=True),
     Case(2, 2, 2, changes={**SEQUENCE, "num_layers_in_first_pipeline_stage": 1, **RECOMPUTED[0]}, shards=True),
     Case(2, 4, 1, per_token=True),
-    Case(2, 2, 2, steps=3, changes={**QK_CLIP, **SEQUENCE}),
+    Case(2, 2, 2, steps=3, changes={**LOGITS, **SEQUENCE}),
+    Case(1, 4, 2, layers=8, chunks=2, steps=3, changes=QK_CLIP),
     Case(2, 4, 1, ragged=True, changes=RAGGED),
     Case(1, 4, 2, layers=8, chunks=2, changes=SELECTIVE),
     Case(2, 2, 2, halved=True, changes=SEQUENCE, steps=3),
