@@ -95,7 +95,6 @@ class QueuedBackend final : public Backend {
       cpu_->add_sinks(a.heads, a.num_rows, a.out, a.lse, a.sinks, Parallel());
     });
   }
-  bool finds_max_logits() const override { return cpu_->finds_max_logits(); }
   void largest(std::span<const float* const> terms, int64_t n, float* to) override {
     const Largest arguments = {n, to};
     queue("largest scores", std::array{table_value("arguments", arguments), table_part("terms", terms)},

@@ -123,7 +123,7 @@ def test_documents_that_share_rows_see_each_other_or_have_scores_of_their_own_ha
             torch.testing.assert_close(first.double(), right, rtol=1e-6, atol=1e-6)
 
 
-def test_steps_in_parts_that_retain_or_are_compiled_or_recorded_have_the_same() -> None:
+def test_steps_in_parts_or_compiled_or_queued_or_that_retain_keys_have_the_same() -> None:
     batch, layout = random_batch(LENGTHS, HEADS, 3), scattered(LENGTHS, 3, 1)
     plans = [distca.plan(layout, HEADS, tolerance=0.0, min_rows=1, retain_bytes=kept) for kept in (0, 1 << 20)]
     sinks = random_sinks(HEADS.q, 1)
@@ -252,7 +252,7 @@ def test_a_row_whose_logits_are_no_numbers_makes_its_head_nan_on_its_rank_alone(
             assert of_plan[rank][2].isnan().tolist() == [False, False, rank == 1, False]
 
 
-def test_nor_do_they_on_the_emulated_gpu(own_gpu: EmulatedGpu) -> None:
+def test_such_a_row_makes_its_head_nan_on_the_emulated_gpu_too(own_gpu: EmulatedGpu) -> None:
     heads = distca.Heads(4, 2, 32, dtype=torch.bfloat16)
     layout = distca.Layout.from_documents([[90], [200]])
     batch = random_batch((90, 200), heads, 3)

@@ -216,11 +216,10 @@ class Reference:
         self, rows: Sequence[torch.Tensor], of_ranks: Sequence[Sequence[np.ndarray[Any, Any]]]
     ) -> dict[str, float]:
         """The largest error of the largest logits, as above, of ranks that have these rows; -1 is no row."""
-        fractions = []
+        fractions, most = [], LOGIT_ERROR * self._logits.abs().max()
         for of_rank, found_by_rank in zip(rows, of_ranks, strict=True):
             own = self._logits[of_rank[of_rank >= 0]]
             right = own.amax(0) if len(own) else torch.full(own.shape[1:], -math.inf, dtype=own.dtype)
-            most = LOGIT_ERROR * self._logits.abs().max()
             for found in map(torch.from_numpy, found_by_rank):
                 off = torch.where(found == right, 0.0, (found.double() - right).abs())  # also where both are -inf
                 fractions.append((off / most).max().item())
