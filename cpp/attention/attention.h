@@ -48,13 +48,17 @@ struct Scores {
 };
 
 /// Where the gradients of key/value rows [begin, end) of a document are written, in `dtype`. Rows are counted from
-/// `begin`. dk has the group's kv_heads heads of dim elements, dv as many of v_dim.
+/// `begin`. dk has the group's kv_heads heads of dim elements, dv as many of v_dim. What documents share has one place:
+/// the first of its groups writes there, and those after it add, in the order of the problem and in fp32. They name the
+/// same rows and heads.
 struct KeyGradRun {
   int64_t begin = 0;
   int64_t end = 0;
   DType dtype = DType::kFloat32;
   RowView dk;
   RowView dv;
+  bool is_added =
+      false;  // to what is there, which an earlier group of this problem, or an earlier problem, has written
 };
 
 /// The keys and values of one document, or of some of its heads, as one server sees them. All views of the group and of

@@ -1,5 +1,7 @@
 // The launcher for the CPU: checks a problem, expands its tasks to work items and runs the passes over them.
+#include <functional>
 #include <limits>
+#include <tuple>
 
 #include "attention/attention.h"
 #include "attention/cpu_kernel.h"
@@ -62,6 +64,8 @@ void check_key_gradients(const Problem& problem) {
     for (const KeyGradRun& run : group.grads) {
       require(run.begin == covered && run.begin <= run.end, "attention: group ", g, " has a key gradient run [",
               run.begin, ", ", run.end, "); the next one must begin at row ", covered);
+      require(!run.is_added || run.dtype == DType::kFloat32, "attention: group ", g, " adds a key gradient run [",
+              run.begin, ", ", run.end, ") to others that are not in fp32");
       covered = run.end;
     }
     require(covered == group.kv_end, "attention: group ", g, " has key gradient runs up to row ", covered, " of [",
@@ -94,6 +98,11 @@ struct CpuAttention::State {
   std::vector<Unit> units;  // of all batches, after those that are computed whole
   size_t num_whole = 0;     // units that are computed whole
   int64_t most_cost = 0;    // the largest cost of such a unit
+  struct Place {
+    const std::byte* data;
+    int64_t waves;  // that have written there, or added
+  };
+  std::vector<Place> places;  // of key gradients, where units come by waves
   std::vector<WorkItem> items;
   std::vector<Buffer> scratch;  // one for each worker
   Buffer memory;
@@ -106,6 +115,30 @@ struct CpuAttention::State {
     units.clear();
     num_whole = 0;
     add_units(unit_floats, [](const KeyGroup&) { return true; });
+  }
+
+  /// Like start, for backward. Units come by waves, each of which adds to the key gradients of those before.
+  void start_backward(const Problem& problem) {
+    start(problem, backward_unit_floats);
+    const auto is_added = [](const KeyGradRun& run) { return run.is_added; };
+    if (std::ranges::none_of(problem.groups, [&](const KeyGroup& g) { return std::ranges::any_of(g.grads, is_added); }))
+      return;
+    places.clear();
+    for (const KeyGroup& group : problem.groups)
+      for (const KeyGradRun& run : group.grads) places.push_back({run.dk.data, 0});
+    std::ranges::sort(places, std::less(), &Place::data);
+    const auto place_of = [&](const KeyGradRun& run) {
+      return std::ranges::lower_bound(places, run.dk.data, std::less(), &Place::data);
+    };
+    for (auto unit = units.begin(); unit != units.end();) {
+      const KeyGroup& group = call.group_of(*unit);
+      int64_t wave = 0;
+      for (const KeyGradRun& run : group.grads) wave = std::max(wave, place_of(run)->waves);
+      for (const KeyGradRun& run : group.grads) place_of(run)->waves = wave + 1;
+      for (int64_t head = 0; head < group.kv_heads; ++head) (unit++)->wave = wave;
+    }
+    std::ranges::sort(units, std::less(),
+                      [](const Unit& unit) { return std::tuple(unit.wave, unit.group, unit.kv_head); });
   }
 
   /// Like start, for forward. Units that one worker computes whole come first. They have few keys, and are each at most
@@ -152,7 +185,10 @@ struct CpuAttention::State {
     for (size_t begin = num_whole; begin < units.size();) {
       size_t end = begin;
       int64_t floats = 0;
-      for (; end < units.size() && (end == begin || floats + units[end].num_floats <= most); ++end) {
+      const auto fits = [&](const Unit& unit) {
+        return unit.wave == units[begin].wave && floats + unit.num_floats <= most;
+      };
+      for (; end < units.size() && (end == begin || fits(units[end])); ++end) {
         units[end].offset = floats;
         floats += round_up(units[end].num_floats, 16);
       }
@@ -311,7 +347,7 @@ void CpuAttention::backward(const Problem& problem, const Parallel& parallel) {
   check(problem);
   check_key_gradients(problem);
   State& s = *state_;
-  s.start(problem, backward_unit_floats);
+  s.start_backward(problem);
   s.for_each_batch(parallel, [&] {
     s.reset_progress();
     s.add_chunk_items();

@@ -225,6 +225,23 @@ void await_turn(const std::atomic<int32_t>& progress, int64_t turn) {
     if (spins > 1000) std::this_thread::yield();
 }
 
+/// Writes rows of dk or dv, times `factor`, to where a run goes, or adds them to what is there.
+void store_gradients(const KernelCall& call, const KeyGradRun& run, int64_t rows, int64_t dim, float factor,
+                     Panels sums, std::byte* dst, int64_t dst_stride) {
+  if (!run.is_added) {
+    call.micro->store_rows(run.dtype, rows, dim, factor, nullptr, sums, dst, dst_stride);
+    return;
+  }
+  constexpr int64_t kMostDim = 256;
+  float term[kMostDim];
+  for (int64_t row = 0; row < rows; ++row) {
+    call.micro->store_rows(DType::kFloat32, 1, dim, factor, nullptr, from_row(sums, row),
+                           reinterpret_cast<std::byte*>(term), dim * 4);
+    auto* const to = reinterpret_cast<float*>(dst + row * dst_stride);
+    for (int64_t i = 0; i < dim; ++i) to[i] += term[i];
+  }
+}
+
 void store_key_gradients(const KernelCall& call, const KeyGroup& group, int64_t kv_head, int64_t begin, int64_t end,
                          const ChunkBuffers& chunk) {
   const HeadShape& heads = call.problem->heads;
@@ -233,10 +250,10 @@ void store_key_gradients(const KernelCall& call, const KeyGroup& group, int64_t 
   for (; run != group.grads.end() && run->begin < end; ++run) {
     const int64_t first = std::max(run->begin, begin), rows = std::min(run->end, end) - first;
     const int64_t row = first - round_down(begin, kChunkKeys);
-    call.micro->store_rows(run->dtype, rows, heads.dim, call.problem->scores_of(group).scale, nullptr,
-                           from_row(chunk.dk, row), run->dk.at(first - run->begin, kv_head), run->dk.row_stride);
-    call.micro->store_rows(run->dtype, rows, heads.v_dim, 1.f, nullptr, from_row(chunk.dv, row),
-                           run->dv.at(first - run->begin, kv_head), run->dv.row_stride);
+    store_gradients(call, *run, rows, heads.dim, call.problem->scores_of(group).scale, from_row(chunk.dk, row),
+                    run->dk.at(first - run->begin, kv_head), run->dk.row_stride);
+    store_gradients(call, *run, rows, heads.v_dim, 1.f, from_row(chunk.dv, row),
+                    run->dv.at(first - run->begin, kv_head), run->dv.row_stride);
   }
 }
 

@@ -311,14 +311,17 @@ class Arranger {
     }
   }
 
-  /// Adds the gradients of rows that are seen by the same groups.
+  /// Adds the gradients of rows that are seen by the same groups. What several groups of a server contribute is one
+  /// contribution of it, in fp32, unless contributions travel in the dtype of the heads.
   void add_key_gradients(std::span<const Seeing> groups, const Placement& rows) {
     const size_t first = drafts_.size();
-    size_t own = drafts_.max_size();
+    size_t of_server = first, contributions = 0, own = drafts_.max_size();  // of_server: the server's first one
     for (const Seeing& s : groups) {
       const Group& g = a_.groups[s.group];
       if (g.kv_begin > rows.begin || rows.end > s.end) continue;
-      if (g.server == rows.rank) own = std::min(own, drafts_.size());
+      const bool is_own = g.server == rows.rank;
+      if (drafts_.size() == first || a_.groups[drafts_.back().group].server != g.server) of_server = drafts_.size();
+      if (is_own) own = of_server;
       KeyGradient gradient;
       gradient.group = s.group;
       gradient.document = rows.document;
@@ -326,19 +329,33 @@ class Arranger {
       gradient.end = rows.end;
       gradient.home = rows.rank;
       gradient.home_row = rows.row;
-      gradient.target = g.server == rows.rank ? GradTarget::kReturned : GradTarget::kArena;
+      gradient.target = is_own ? GradTarget::kReturned : GradTarget::kArena;
+      if (of_server < drafts_.size() && (is_own || !options_.reduces_narrow())) {
+        KeyGradient& written = drafts_[of_server];
+        if (written.place < 0) written.place = num_places_++;
+        written.last_round = g.round;  // groups of a server come by round
+        gradient.target = GradTarget::kAdded;
+        gradient.place = written.place;
+      } else {
+        gradient.last_round = g.round;
+        ++contributions;
+      }
       drafts_.push_back(gradient);
     }
     if (drafts_.size() - first < 2) return;
     const Group& g = a_.groups[drafts_[first].group];
     for (size_t i = first; i < drafts_.size(); ++i) {
+      KeyGradient& gradient = drafts_[i];
+      gradient.sum = static_cast<int64_t>(a_.sums.size());
       // What starts a sum at its home is in fp32, as the sum is. All terms that are added have one dtype.
-      drafts_[i].target = options_.reduces_narrow() && i != own ? GradTarget::kArena : GradTarget::kPartial;
-      drafts_[i].sum = static_cast<int64_t>(a_.sums.size());
+      if (!gradient.is_added())
+        gradient.target = options_.reduces_narrow() && i != own ? GradTarget::kArena : GradTarget::kPartial;
     }
     // The home's own contribution goes straight into the sum. Without one, the first contribution that arrives does.
-    drafts_[own < drafts_.size() ? own : first].is_first = true;
-    a_.sums.push_back({rows.rank, rows.row, rows.end - rows.begin, g.kv_head_begin, g.kv_head_end, -1, -1});
+    const bool has_own = own < drafts_.size();
+    drafts_[has_own ? own : first].is_first = true;
+    a_.sums.push_back({rows.rank, has_own && contributions == 1, rows.row, rows.end - rows.begin, g.kv_head_begin,
+                       g.kv_head_end, -1, -1});
   }
 
   void order_gradients() {
@@ -357,8 +374,10 @@ class Arranger {
     const auto n = static_cast<size_t>(layout_.num_ranks());
     a_.gradients_of_home.fill(n + 1, a_.gradients.size(), [&](size_t i) {
       const KeyGradient& g = a_.gradients[i];
-      return a_.groups[g.group].server == g.home ? static_cast<int64_t>(n) : g.home;
+      return g.is_added() || a_.groups[g.group].server == g.home ? static_cast<int64_t>(n) : g.home;
     });
+    a_.own_sums_of_home.fill(n + 1, a_.sums.size(),
+                             [&](size_t i) { return a_.sums[i].is_own ? a_.sums[i].home : static_cast<int64_t>(n); });
   }
 
   /// Carves scratch of the key gradients, which lies behind server-in: the sums of this home, then this server's
@@ -373,22 +392,24 @@ class Arranger {
       s.dk = extent(s.home, TensorKind::kDkPartial, heads, s.num_rows);
       s.dv = extent(s.home, TensorKind::kDvPartial, heads, s.num_rows);
     }
+    std::vector<std::pair<int64_t, int64_t>> places(static_cast<size_t>(num_places_));
     for (KeyGradient& g : a_.gradients) {
       const Group& group = a_.groups[g.group];
       if (g.target == GradTarget::kReturned) continue;
-      if (group.server == g.home && g.is_first) {
+      if (g.is_added()) {
+        std::tie(g.dk, g.dv) = places[static_cast<size_t>(g.place)];
+        continue;
+      }
+      if (group.server == g.home) {
         const KeyGradientSum& sum = a_.sums[static_cast<size_t>(g.sum)];
         g.dk = sum.dk;
         g.dv = sum.dv;
-        continue;
+      } else {
+        const int64_t rows = g.end - g.begin, heads = group.num_kv_heads();
+        g.dk = extent(group.server, g.dk_kind(), heads, rows);
+        g.dv = extent(group.server, g.dv_kind(), heads, rows);
       }
-      const int64_t rows = g.end - g.begin, heads = group.num_kv_heads();
-      g.dk = extent(group.server, g.dk_kind(), heads, rows);
-      g.dv = extent(group.server, g.dv_kind(), heads, rows);
-      if (group.server == g.home) {  // a further term of the home's own, which is there already
-        g.home_dk = g.dk;
-        g.home_dv = g.dv;
-      }
+      if (g.place >= 0) places[static_cast<size_t>(g.place)] = {g.dk, g.dv};
     }
   }
 
@@ -441,6 +462,7 @@ class Arranger {
   const std::span<const Task> tasks_;
   Arrangement a_;
   std::vector<KeyGradient> drafts_;
+  int64_t num_places_ = 0;  // that several groups of a server share
   std::vector<Seeing> by_heads_;
   std::vector<int64_t> cuts_;
 };

@@ -73,9 +73,9 @@ struct RemoteTask {
   int64_t round = 0;                                   // the round in which dq comes home
 };
 
-/// Key gradients of document rows [begin, end) that a group computes. All of these rows live on one rank. Of rows that
-/// documents share, a rank may compute several contributions as the server that is their home. The first starts the
-/// sum; the others are added to it as if they had arrived.
+/// Key gradients of document rows [begin, end) that a group computes. All of these rows live on one rank. Where
+/// documents share them, several groups of a server may: the first one writes its contribution, and the others add
+/// theirs to it.
 struct KeyGradient {
   size_t group = 0;
   int64_t document = 0;  // whose own rows they are; the group may be of one that shares them
@@ -85,17 +85,23 @@ struct KeyGradient {
   int64_t dk = -1, dv = -1;            // offsets in the server's arena; -1 for kReturned
   int64_t home_dk = -1, home_dv = -1;  // offsets in the home's arena of what is copied or added there
   int64_t round = 0;
-  int64_t sum = -1;       // index of the sum that it is added to; -1 if this server alone contributes
-  bool is_first = false;  // whether it is the first term of that sum
+  int64_t sum = -1;        // index of the sum that it is added to; -1 if this group alone contributes
+  bool is_first = false;   // whether it is the first term of that sum
+  int64_t place = -1;      // index of the places that several groups of the server share; -1 if there are none
+  int64_t last_round = 0;  // of the groups that contribute here: the last one's
+
+  /// Whether it is added to what an earlier group of its server has written. Then that one travels, and this does not.
+  bool is_added() const { return target == GradTarget::kAdded; }
 
   /// How it lies at its server, and travels.
-  TensorKind dk_kind() const { return target == GradTarget::kPartial ? TensorKind::kDkPartial : TensorKind::kDk; }
-  TensorKind dv_kind() const { return target == GradTarget::kPartial ? TensorKind::kDvPartial : TensorKind::kDv; }
+  TensorKind dk_kind() const { return target == GradTarget::kArena ? TensorKind::kDk : TensorKind::kDkPartial; }
+  TensorKind dv_kind() const { return target == GradTarget::kArena ? TensorKind::kDv : TensorKind::kDvPartial; }
 };
 
 /// A sum of key gradients of the same rows, to which several groups contribute.
 struct KeyGradientSum {
   int64_t home = 0;
+  bool is_own = false;  // whether its home alone contributes
   int64_t row = 0, num_rows = 0;
   int64_t kv_head_begin = 0, kv_head_end = 0;
   int64_t dk = -1, dv = -1;  // in the home's arena
@@ -118,6 +124,7 @@ struct Arrangement {
   Buckets groups_of_server, groups_of_document;
   Buckets remote_of_server, remote_of_home;
   Buckets gradients_of_home;  // the gradients that come from another rank
+  Buckets own_sums_of_home;   // the sums to which the home alone contributes
 
   std::array<std::vector<ArenaBytes>, 2> arenas;  // by phase and rank
   /// Bytes that cross between ranks, by message: forward in, forward out, backward in, backward out.

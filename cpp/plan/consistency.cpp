@@ -1,6 +1,7 @@
 #include "plan/consistency.h"
 
 #include <algorithm>
+#include <map>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -247,28 +248,41 @@ void Checker::check_results(Phase p) {
 void Checker::add_gradients(std::vector<Move>& results, const std::vector<Move>& sent) {
   std::vector<Move> by_offset = sent;
   std::sort(by_offset.begin(), by_offset.end());
+  std::map<std::pair<int64_t, int64_t>, OwnTerm> written;  // by tensor and offset
   for (const GroupRow& g : slice_.groups()) {
     for (int64_t i = g.grad_begin; i < g.grad_end; ++i) {
       const GradRow& r = slice_.grads()[static_cast<size_t>(i)];
       if (r.target == static_cast<int64_t>(GradTarget::kReturned)) continue;
-      const bool partial = r.target == static_cast<int64_t>(GradTarget::kPartial);
-      for (const auto& [kind, offset] : {std::pair{partial ? TensorKind::kDkPartial : TensorKind::kDk, r.dk},
-                                         {partial ? TensorKind::kDvPartial : TensorKind::kDv, r.dv}}) {
-        Move m = {static_cast<int64_t>(Phase::kBackward),
-                  static_cast<int64_t>(kind),
-                  offset,
-                  heads_of(g, r.end - r.begin),
-                  0,
-                  g.round};
-        const auto at = std::lower_bound(by_offset.begin(), by_offset.end(), Move{m.phase, m.tensor, m.offset, {}, 0});
-        if (at == by_offset.end() || at->tensor != m.tensor || at->offset != m.offset) {
-          own_terms_.push_back({m, g.document, r.begin});
+      const bool narrow = r.target == static_cast<int64_t>(GradTarget::kArena);
+      for (const auto& [kind, offset] : {std::pair{narrow ? TensorKind::kDk : TensorKind::kDkPartial, r.dk},
+                                         {narrow ? TensorKind::kDv : TensorKind::kDvPartial, r.dv}}) {
+        const auto tensor = static_cast<int64_t>(kind);
+        const Move m = {static_cast<int64_t>(Phase::kBackward), tensor, offset,
+                        heads_of(g, r.end - r.begin),           0,      g.round};
+        const int64_t document = document_of(g.document, r.begin);
+        check_plan(document == document_of(g.document, r.end - 1), "gradients of rows [", r.begin, ", ", r.end,
+                   ") are of several documents");
+        const auto [at, is_new] = written.try_emplace({tensor, offset}, OwnTerm{m, document, r.begin});
+        if (r.target != static_cast<int64_t>(GradTarget::kAdded)) {
+          check_plan(is_new, "gradients of rows [", r.begin, ", ", r.end, ") are written where others lie");
           continue;
         }
-        m.peer = at->peer;
-        results.push_back(m);
+        OwnTerm& first = at->second;
+        check_plan(!is_new && first.move.part == m.part && first.document == document && first.begin == r.begin,
+                   "gradients of rows [", r.begin, ", ", r.end, ") are added to those of other rows");
+        first.move.after = g.round;  // groups come by round
       }
     }
+  }
+  for (const auto& [place, term] : written) {
+    Move m = term.move;
+    const auto at = std::lower_bound(by_offset.begin(), by_offset.end(), Move{m.phase, m.tensor, m.offset, {}, 0});
+    if (at == by_offset.end() || at->tensor != m.tensor || at->offset != m.offset) {
+      own_terms_.push_back(term);
+      continue;
+    }
+    m.peer = at->peer;
+    results.push_back(m);
   }
 }
 

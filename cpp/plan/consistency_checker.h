@@ -94,6 +94,13 @@ class Checker {
     return s != nullptr && s->document == document && s->begin + (row - s->row) == begin;
   }
 
+  /// The document whose own row `row` of a document is.
+  int64_t document_of(int64_t document, int64_t row) const {
+    const BranchRow* b = slice_.branch(document);
+    for (; b != nullptr && row < b->first_row; b = slice_.branch(document)) document = b->parent;
+    return document;
+  }
+
   int64_t stride(Phase p, Direction d, TensorKind kind, const Part& part) const {
     return row_format(slice_.heads().with_kv_heads(part.kv_head_end - part.kv_head_begin), p, d, kind).row_stride();
   }

@@ -42,6 +42,7 @@ class Filler {
     for (uint32_t i : a_.remote_of_home[rank_]) exchange_as_home(a_.remote[i]);
     for (uint32_t i : a_.remote_of_server[rank_]) exchange_as_server(a_.remote[i]);
     for (uint32_t i : a_.gradients_of_home[rank_]) receive_gradient(a_.gradients[i]);
+    for (uint32_t i : a_.own_sums_of_home[rank_]) finish_sum(a_.sums[i]);
     put_in_order();
   }
 
@@ -188,13 +189,10 @@ class Filler {
   void add_gradient(const KeyGradient& g) {
     const bool returned = g.target == GradTarget::kReturned;
     add(t_.grads, {g.begin, g.end, static_cast<int64_t>(g.target), returned ? g.home_row : -1, g.dk, g.dv});
-    if (g.home == rank_) {
-      if (g.sum >= 0 && !g.is_first) receive_gradient(g);
-      return;
-    }
+    if (g.home == rank_ || g.is_added()) return;
     const Group& group = a_.groups[g.group];
     const auto send_home = [&](TensorKind kind, int64_t source, int64_t target) {
-      send(Phase::kBackward, Direction::kOut, g.round, group.round, g.home, kind, -1, source, g.end - g.begin,
+      send(Phase::kBackward, Direction::kOut, g.round, g.last_round, g.home, kind, -1, source, g.end - g.begin,
            group.kv_head_begin, group.kv_head_end, target);
     };
     send_home(g.dk_kind(), g.dk, g.home_dk);
@@ -303,8 +301,7 @@ class Filler {
     for (Phase phase : kPhases) wait(phase, Direction::kIn, round_in, t.home);
   }
 
-  /// Takes in a gradient that comes home, or a further term of a sum that this rank has computed itself, which it takes
-  /// in with the first round.
+  /// Takes in a gradient that comes home.
   void receive_gradient(const KeyGradient& g) {
     const Group& group = a_.groups[g.group];
     const KeyGradientSum* const sum = g.sum < 0 ? nullptr : &a_.sums[static_cast<size_t>(g.sum)];
@@ -317,7 +314,16 @@ class Filler {
     };
     receive(g.dk_kind(), g.home_dk, sum == nullptr ? -1 : sum->dk);
     receive(g.dv_kind(), g.home_dv, sum == nullptr ? -1 : sum->dv);
-    if (group.server != rank_) wait(Phase::kBackward, Direction::kOut, g.round, group.server);
+    wait(Phase::kBackward, Direction::kOut, g.round, group.server);
+  }
+
+  void finish_sum(const KeyGradientSum& s) {
+    const auto finish = [&](TensorKind kind, int64_t place) {
+      add(t_.receives[1], {0, rank_, static_cast<int64_t>(kind), static_cast<int64_t>(ReceiveAction::kFinish), s.row,
+                           s.num_rows, s.kv_head_begin, s.kv_head_end, -1, place});
+    };
+    finish(TensorKind::kDkPartial, s.dk);
+    finish(TensorKind::kDvPartial, s.dv);
   }
 
   // ---- order ----

@@ -11,8 +11,8 @@
 //   dout                  [rows, q_heads, P] e    dq overwrites it in place
 //   lse, delta            [rows, q_heads] fp32
 //   k, v                  [blocks x key_block_rows, kv_heads, dim | v_dim] e
-//   dk, dv                [rows, kv_heads, dim | v_dim] e, or fp32 where several servers contribute and the plan's
-//                         contributions are in fp32; their sums, at home, always are
+//   dk, dv                [rows, kv_heads, dim | v_dim] e, or fp32 where several servers contribute, or several groups
+//                         of one, and the plan's contributions are in fp32; their sums, at home, always are
 //   out, dq come home     [rows, q_heads, v_dim | dim] e
 //
 // Where a server retains a group, k and v of the forward step lie in the rank's retained memory as they did in the
@@ -35,7 +35,7 @@
 namespace distca::plan {
 
 inline constexpr int64_t kMagic = 0x64697374636131;  // "distca1"
-inline constexpr int64_t kFormatVersion = 9;
+inline constexpr int64_t kFormatVersion = 10;
 /// Every extent of an arena starts at a multiple of this many bytes.
 inline constexpr int64_t kExtentAlignment = 64;
 /// A label has at most as many bytes.
@@ -125,7 +125,8 @@ struct TaskRow {
 enum class GradTarget : int64_t {
   kReturned = 0,  // the tensor that backward returns, in the input dtype, at `row`
   kArena = 1,     // scratch in the input dtype, which is sent to the home, another rank
-  kPartial = 2,   // scratch in fp32: one of several contributions, sent to another rank or added here
+  kPartial = 2,   // scratch in fp32: this server's contribution, which is sent to another rank, or a sum of this home
+  kAdded = 3,     // added to what an earlier group of this server has written as kPartial: the same rows and offsets
 };
 /// Key gradients of document rows [begin, end) that this server computes.
 struct GradRow {
@@ -164,16 +165,17 @@ enum class ReceiveAction : int64_t {
   kCopy = 0,    // into the returned tensor
   kAssign = 1,  // the first contribution to the sum at `sum`
   kAdd = 2,     // a further one
+  kFinish = 3,  // no rows: a sum that this rank alone computes is done
 };
-/// Rows that come home, and what the home does with them. Where `peer` is the rank itself, they are a further term of a
-/// sum that it has computed in its scratch. The terms of all sums of a slice have one dtype: fp32
-/// (kDkPartial, kDvPartial) or that of the heads (kDk, kDv).
+/// Rows that come home, and what the home does with them. The terms of all sums of a slice have one dtype: fp32
+/// (kDkPartial, kDvPartial) or that of the heads (kDk, kDv). Where the action is kFinish, `peer` is the rank itself,
+/// the tensor that of the sum, and `source` -1.
 struct ReceiveRow {
   int64_t round, peer, tensor, action;
   int64_t row, num_rows;
   int64_t kv_head_begin, kv_head_end;
   int64_t source;  // arena offset (home-in)
-  int64_t sum;     // arena offset, of a sum in fp32, for kAssign, kAdd
+  int64_t sum;     // arena offset, of a sum in fp32; -1 for kCopy
 };
 
 /// A message to wait for: `peer` puts rows of this direction in this round, and needs credit for that.

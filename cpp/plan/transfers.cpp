@@ -39,7 +39,7 @@ std::vector<Transfer> Plan::transfers() const {
   }
   for (const KeyGradient& g : arrangement.gradients) {
     const Group& group = arrangement.groups[g.group];
-    if (group.server == g.home) continue;
+    if (group.server == g.home || g.is_added()) continue;
     for (TensorKind tensor : {g.dk_kind(), g.dv_kind()})
       add(Phase::kBackward, Direction::kOut, tensor, g.home, group, g.document, g.begin, g.end);
   }

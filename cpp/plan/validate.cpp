@@ -274,11 +274,11 @@ class Validator {
         check_rows("gradient", r.row, r.end - r.begin);
         continue;
       }
-      const bool partial = r.target == static_cast<int64_t>(GradTarget::kPartial);
-      check_plan(partial || r.target == static_cast<int64_t>(GradTarget::kArena), "gradient target ", r.target);
-      check_extent("gradient", Phase::kBackward, Direction::kOut, partial ? TensorKind::kDkPartial : TensorKind::kDk, g,
+      check_plan(r.target > 0 && r.target <= static_cast<int64_t>(GradTarget::kAdded), "gradient target ", r.target);
+      const bool narrow = r.target == static_cast<int64_t>(GradTarget::kArena);
+      check_extent("gradient", Phase::kBackward, Direction::kOut, narrow ? TensorKind::kDk : TensorKind::kDkPartial, g,
                    r.dk, r.end - r.begin);
-      check_extent("gradient", Phase::kBackward, Direction::kOut, partial ? TensorKind::kDvPartial : TensorKind::kDv, g,
+      check_extent("gradient", Phase::kBackward, Direction::kOut, narrow ? TensorKind::kDv : TensorKind::kDvPartial, g,
                    r.dv, r.end - r.begin);
     }
     check_plan(next == g.kv_end, "group ", index, ": its gradients end at row ", next, " of ", g.kv_end);
@@ -365,8 +365,17 @@ class Validator {
                  "receive: tensor ", r.tensor, " in this message");
       check_plan(r.round < h().num_rounds, "receive: round ", r.round, " of ", h().num_rounds);
       check_rows("receive", r.row, r.num_rows);
+      check_plan(r.action >= 0 && r.action <= static_cast<int64_t>(ReceiveAction::kFinish), "receive: action ",
+                 r.action);
+      const bool finishes = r.action == static_cast<int64_t>(ReceiveAction::kFinish);
+      check_plan(finishes == (r.peer == h().rank), "receive: action ", r.action, " of rows of rank ", r.peer);
+      if (finishes) {
+        check_plan(is_partial(kind) && r.round == 0 && r.source == -1, "receive: tensor ", r.tensor,
+                   " is done in round ", r.round, ", from offset ", r.source);
+        check_extent("receive", p, Direction::kOut, kind, r, r.sum, r.num_rows);
+        continue;
+      }
       check_extent("receive", p, Direction::kOut, kind, r, r.source, r.num_rows);
-      check_plan(r.action >= 0 && r.action <= static_cast<int64_t>(ReceiveAction::kAdd), "receive: action ", r.action);
       if (r.action == static_cast<int64_t>(ReceiveAction::kCopy)) {
         check_plan(!is_partial(kind), "receive: tensor ", r.tensor, " is only copied");
         continue;

@@ -43,12 +43,13 @@ void ReduceTable::fill(const plan::SliceView& slice, int64_t round, std::byte* a
     e.dim = static_cast<int32_t>(is_dk ? heads.dim : heads.v_dim);
     e.num_values = r.num_rows * e.num_heads * e.dim;
     e.first_term = static_cast<int32_t>(terms.size());
-    e.num_terms = static_cast<int32_t>(later - begin);
     e.first_chunk = num_chunks;
     e.starts = r.action == static_cast<int64_t>(ReceiveAction::kAssign);
     e.finishes = later == end;
     e.narrow = !plan::is_partial(kind);
-    for (auto term = begin; term != later; ++term) terms.push_back(arena + (*term)->source);
+    for (auto term = begin; term != later; ++term)
+      if ((*term)->action != static_cast<int64_t>(ReceiveAction::kFinish)) terms.push_back(arena + (*term)->source);
+    e.num_terms = static_cast<int32_t>(terms.size()) - e.first_term;
     num_chunks += static_cast<int32_t>(ceil_div(e.num_values, kReduceChunk));
     entries.push_back(e);
   }

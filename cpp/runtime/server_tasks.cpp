@@ -102,16 +102,17 @@ std::span<const attention::KeyGradRun> ServerTasks::add_gradient_runs(const plan
   const KvHeads heads = heads_of(g);
   for (const plan::GradRow& r :
        slice.grads().subspan(static_cast<size_t>(g.grad_begin), static_cast<size_t>(g.grad_end - g.grad_begin))) {
-    attention::KeyGradRun run{r.begin, r.end, arena.heads.dtype, {}, {}};
+    attention::KeyGradRun run{r.begin, r.end, arena.heads.dtype, {}, {}, false};
     const auto target = static_cast<plan::GradTarget>(r.target);
     if (target == plan::GradTarget::kReturned) {
       run.dk = arena.local(TensorKind::kDk, heads, r.row);
       run.dv = arena.local(TensorKind::kDv, heads, r.row);
     } else {
-      const bool partial = target == plan::GradTarget::kPartial;
-      if (partial) run.dtype = DType::kFloat32;
-      run.dk = arena.in_arena(Direction::kOut, partial ? TensorKind::kDkPartial : TensorKind::kDk, heads, r.dk);
-      run.dv = arena.in_arena(Direction::kOut, partial ? TensorKind::kDvPartial : TensorKind::kDv, heads, r.dv);
+      const bool narrow = target == plan::GradTarget::kArena;
+      if (!narrow) run.dtype = DType::kFloat32;
+      run.dk = arena.in_arena(Direction::kOut, narrow ? TensorKind::kDk : TensorKind::kDkPartial, heads, r.dk);
+      run.dv = arena.in_arena(Direction::kOut, narrow ? TensorKind::kDv : TensorKind::kDvPartial, heads, r.dv);
+      run.is_added = target == plan::GradTarget::kAdded;
     }
     grads_.push_back(run);
   }

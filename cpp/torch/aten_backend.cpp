@@ -214,6 +214,7 @@ class AtenBackend final : public runtime::Backend {
   }
 
   void backward(const Problem& p, const Parallel&) override {
+    std::vector<Tensor> dk_of(p.groups.size()), dv_of(p.groups.size());
     for (const Pack& pack : pack_groups(p)) {
       const HeadShape& h = pack.heads;
       const ScalarType type = scalar_type(h.dtype);
@@ -234,8 +235,16 @@ class AtenBackend final : public runtime::Backend {
         all_dk = is_first ? dk : widened_sum(all_dk, dk);
         all_dv = is_first ? dv : widened_sum(all_dv, dv);
       }
-      scatter_key_gradients(pack, all_dk, all_dv);
+      for (const Pack::Group& member : pack.groups) {
+        const auto group = static_cast<size_t>(member.group - p.groups.data());
+        const int64_t rows = member.group->kv_end - member.group->kv_begin;
+        dk_of[group] = aten::narrow_rows(all_dk, member.kv_row, rows);
+        dv_of[group] = aten::narrow_rows(all_dv, member.kv_row, rows);
+      }
     }
+    // In the order of the groups, because a group may add to what an earlier one, of whichever pack, has written.
+    for (size_t group = 0; group < p.groups.size(); ++group)
+      scatter_key_gradients(p.groups[group], dk_of[group], dv_of[group]);
   }
 
  private:
@@ -318,17 +327,16 @@ class AtenBackend final : public runtime::Backend {
     }
   }
 
-  void scatter_key_gradients(const Pack& pack, const Tensor& dk, const Tensor& dv) const {
-    for (const Pack::Group& member : pack.groups) {
-      for (const KeyGradRun& run : member.group->grads) {
-        const int64_t at = member.kv_row + run.begin - member.group->kv_begin, n = run.end - run.begin;
-        const auto write = [&](const RowView& to, const Tensor& grads) {
-          aten::assign(view(to, n, grads.size(1), grads.size(2), scalar_type(run.dtype)),
-                       aten::narrow_rows(grads, at, n));
-        };
-        write(run.dk, dk);
-        write(run.dv, dv);
-      }
+  void scatter_key_gradients(const KeyGroup& group, const Tensor& dk, const Tensor& dv) const {
+    for (const KeyGradRun& run : group.grads) {
+      const int64_t n = run.end - run.begin;
+      const auto write = [&](const RowView& to, const Tensor& grads) {
+        const Tensor place = view(to, n, grads.size(1), grads.size(2), scalar_type(run.dtype));
+        const Tensor rows = aten::narrow_rows(grads, run.begin - group.kv_begin, n);
+        aten::assign(place, run.is_added ? aten::add(place, aten::cast(rows, ScalarType::Float)) : rows);
+      };
+      write(run.dk, dk);
+      write(run.dv, dv);
     }
   }
 

@@ -17,6 +17,9 @@
 // While a warpgroup computes exponentials, its products for dP run, and while it hands over a part of dq, the next
 // product.
 //
+// Where documents share keys, items of several groups add to the same dk and dv, one after another in the order of
+// their groups: WorkItem::before, stored[]. An item waits for one that was taken earlier.
+//
 // Deterministic mode: items add to each part of a tile in ascending order of their blocks, and turns[] counts those
 // that have. An item whose turn it is not yet waits for one that was taken earlier (work_list.h), which itself waits
 // only for earlier ones.
@@ -33,6 +36,7 @@
 //   dq.stages[i]          every other part of dq: 4 consumer warps, each after fence_shared / the lane that adds it,
 //                         once the copy engine has read it
 //   named kQueryTurn      within the warpgroup that adds dq itself: its turn has come; all its adds are done
+//   named kFirst/SecondStore  within a warpgroup: its turn to store dk or dv has come; it has stored them
 #pragma once
 
 #include "attention/backward_parts.h"
@@ -281,7 +285,22 @@ struct BackwardConsumer {
     if (thread() == 0) hopper::store_release(facts.turns, facts.blocks_before + 1);
   }
 
-  /// Writes the first `columns` of dk or dv, times `factor`, to where the group's gradients go.
+  /// The warpgroup's word that says whether it has stored the key gradients of an item.
+  DISTCA_DEVICE int* stored(int index) const { return p.stored + 2 * index + warpgroup(); }
+  DISTCA_DEVICE void await_store(const WorkItem& item) {
+    if (item.before < 0) return;
+    if (thread() == 0)
+      while (hopper::load_acquire(stored(item.before)) == 0) hopper::pause();
+    hopper::sync_named(kFirstStore + warpgroup(), kWarpgroup);
+  }
+  DISTCA_DEVICE void pass_store(int index, const WorkItem& item) {
+    if (item.is_awaited == 0) return;
+    hopper::fence_gpu();
+    hopper::sync_named(kFirstStore + warpgroup(), kWarpgroup);
+    if (thread() == 0) hopper::store_release(stored(index), 1);
+  }
+
+  /// Writes the first `columns` of dk or dv, times `factor`, to where the group's gradients go, or adds them there.
   template <int kColumns>
   DISTCA_DEVICE void store_keys(const WorkItem& item, const float (&sums)[kColumns / 2], float factor, int columns,
                                 RowView RunEntry::* view) {
@@ -312,7 +331,9 @@ struct BackwardConsumer {
       if (8 * j >= columns) break;
       const float x = hopper::product(sums[4 * j + 2 * kRow], factor);
       const float y = hopper::product(sums[4 * j + 2 * kRow + 1], factor);
-      if (floats)
+      if (run.is_added != 0)
+        hopper::add_global(reinterpret_cast<float*>(dst + j * 32), x, y);
+      else if (floats)
         *reinterpret_cast<FloatPair*>(dst + j * 32) = {x, y};
       else
         *reinterpret_cast<uint32_t*>(dst + j * 16) = hopper::pack<Element>(x, y);
@@ -336,9 +357,12 @@ struct NarrowConsumer : BackwardConsumer<Config> {
       clear(dk);
       clear(dv);
       this->for_each_tile(p.items[index].num_tiles, [&](const TileFacts<Config::kRows>& facts) { step(facts); });
-      const WorkItem& item = p.items[this_item(s.items, this->items)];
+      index = this_item(s.items, this->items);
+      const WorkItem& item = p.items[index];
+      this->await_store(item);
       this->template store_keys<kDim>(item, dk, p.scores_of(p.groups[item.group]).scale, p.dim, &RunEntry::dk);
       this->template store_keys<kValueDim>(item, dv, 1.f, p.v_dim, &RunEntry::dv);
+      this->pass_store(index, item);
     }
   }
 
@@ -383,8 +407,11 @@ struct WideKeyConsumer : BackwardConsumer<Config> {
     for (int index; (index = begin_item(s.items, this->items)) < p.num_items(); end_item(s.items, this->items)) {
       clear(dk);
       this->for_each_tile(p.items[index].num_tiles, [&](const TileFacts<Config::kRows>& facts) { step(facts); });
-      const WorkItem& item = p.items[this_item(s.items, this->items)];
+      index = this_item(s.items, this->items);
+      const WorkItem& item = p.items[index];
+      this->await_store(item);
       this->template store_keys<Config::kDim>(item, dk, p.scores_of(p.groups[item.group]).scale, p.dim, &RunEntry::dk);
+      this->pass_store(index, item);
     }
   }
 
@@ -415,8 +442,11 @@ struct WideValueConsumer : BackwardConsumer<Config> {
     for (int index; (index = begin_item(s.items, this->items)) < p.num_items(); end_item(s.items, this->items)) {
       clear(dv);
       this->for_each_tile(p.items[index].num_tiles, [&](const TileFacts<Config::kRows>& facts) { step(facts); });
-      const WorkItem& item = p.items[this_item(s.items, this->items)];
+      index = this_item(s.items, this->items);
+      const WorkItem& item = p.items[index];
+      this->await_store(item);
       this->template store_keys<Config::kValueDim>(item, dv, 1.f, p.v_dim, &RunEntry::dv);
+      this->pass_store(index, item);
     }
   }
 

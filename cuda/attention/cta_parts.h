@@ -28,7 +28,14 @@ inline constexpr int kNoChunk = 16;
 inline constexpr float kInfinity = __builtin_huge_valf();
 
 /// Named barriers.
-enum NamedBarrier : int { kFirstTurn = 0, kSecondTurn = 1, kScoresWritten = 2, kQueryTurn = 3 };
+enum NamedBarrier : int {
+  kFirstTurn = 0,
+  kSecondTurn = 1,
+  kScoresWritten = 2,
+  kQueryTurn = 3,
+  kFirstStore = 4,
+  kSecondStore = 5
+};
 
 /// A tile of 16-bit elements in the form that hopper.h wants.
 template <int kChunks, int kRows>

@@ -190,6 +190,7 @@ AttentionLaunch::Scratch AttentionLaunch::scratch(const transport::TableLayout& 
   Scratch s;
   s.next_item = carver.take<int>(1);
   s.turns = carver.take<int>(is_deterministic_ ? num_tiles * static_cast<size_t>(kernels_->turns_per_tile) : 0);
+  s.stored = carver.take<int>(is_backward_ ? 2 * tables.capacity(kItems) : 0);
   s.dq_sums = carver.take<float>(num_tiles * static_cast<size_t>(kernels_->dq_elements));
   s.bytes = carver.used();
   return s;
@@ -212,6 +213,7 @@ void AttentionLaunch::operator()(const distca::cuda::DeviceTable& tables, void* 
   p.next_item = s.next_item;
   p.dq_sums = s.dq_sums;
   p.turns = is_deterministic_ ? s.turns : nullptr;
+  p.stored = s.stored;
   const int num_ctas = std::min(num_sms_, static_cast<int>(tables.capacity(kItems)));
   if (!is_backward_) {
     check(kernels_->forward(p, num_ctas, stream), "starting the forward kernel");

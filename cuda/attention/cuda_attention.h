@@ -47,7 +47,8 @@ class AttentionLaunch {
   /// The scratch memory, which starts as zeros.
   struct Scratch {
     int* next_item;
-    int* turns;  // only where deterministic
+    int* turns;   // only where deterministic
+    int* stored;  // only in backward
     float* dq_sums;
     size_t bytes;
   };

@@ -292,6 +292,10 @@ DISTCA_DEVICE void add_global(float* p, float a, float b, float c, float d) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(a), "f"(b), "f"(c), "f"(d)
                : "memory");
 }
+/// The same to p[0] and p[1]. p is a multiple of 8 bytes.
+DISTCA_DEVICE void add_global(float* p, float a, float b) {
+  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(a), "f"(b) : "memory");
+}
 /// One thread calls this: the copy engine adds `n` fp32 in shared memory to those in memory, one after another at each
 /// place. Both are multiples of 16 bytes.
 DISTCA_DEVICE void add_shared(float* p, const float* shared, int n) {

@@ -84,6 +84,7 @@ struct RunEntry {
   int begin;
   int end;
   DType dtype;
+  int is_added;  // 1: to what is there
   RowView dk;
   RowView dv;
 };
@@ -97,6 +98,9 @@ struct WorkItem {
   int index;      // forward: tile of the task. Backward: block of the document
   int num_tiles;  // backward: tiles that see the block
   int remote;     // 1: waits for signals
+  // Backward, where groups add to the same key gradients:
+  int before;      // the item of the same keys whose turn to store is just before this one's; -1: there is none
+  int is_awaited;  // 1: an item waits for this one
 };
 
 /// A tile whose sums of dq are stored as dq.
@@ -201,6 +205,7 @@ struct KernelParams {
   int* next_item;  // how many items have been taken
   float* dq_sums;  // backward: sums of dq, in the order of the accumulators' registers (backward_kernel.h)
   int* turns;      // deterministic: key blocks that have added to each part of a tile of dq_sums; otherwise null
+  int* stored;     // backward: of each item, whether each of the two warpgroups has stored its key gradients
   int dim;
   int v_dim;
   int group_heads;

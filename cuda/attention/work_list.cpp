@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <numeric>
+#include <tuple>
+#include <utility>
 
 namespace distca::attention::cuda {
 
@@ -74,6 +77,8 @@ void begin_list(const Problem& problem, TileShape shape, WorkList& list) {
   list.maps.clear();
   list.costs.clear();
   list.unsorted.clear();
+  list.first_item.clear();
+  list.families.clear();
   KernelParams& p = list.params = KernelParams{};
   p.dim = static_cast<int>(problem.heads.dim);
   p.v_dim = static_cast<int>(problem.heads.v_dim);
@@ -170,7 +175,7 @@ void add_key_items(const KeyGroup& group, int group_index, int keys, WorkList& l
   const size_t first = list.unsorted.size();
   for (int block = entry.kv_begin / keys; block * keys < entry.kv_end; ++block) {
     const int begin = maximum(block * keys, entry.kv_begin), end = minimum((block + 1) * keys, entry.kv_end);
-    WorkItem item{group_index, 0, 0, 0, block, 0, remote ? 1 : 0};
+    WorkItem item{group_index, 0, 0, 0, block, 0, remote ? 1 : 0, -1, 0};
     for (size_t t = 0; t < tasks.size(); ++t) {
       const RowRange seeing = tiles_that_see(list.params, entry, tasks[t], begin, end);
       if (seeing.begin >= seeing.end) continue;
@@ -194,6 +199,72 @@ void add_key_items(const KeyGroup& group, int group_index, int keys, WorkList& l
   }
 }
 
+// ---- groups that add to the same key gradients
+
+/// Finds the groups that share gradients with others, directly or by others still: a family. It is named by its first
+/// group. Returns whether there is any.
+bool find_families(const Problem& problem, WorkList& list) {
+  const auto is_added = [](const KeyGradRun& run) { return run.is_added; };
+  if (std::ranges::none_of(problem.groups, [&](const KeyGroup& g) { return std::ranges::any_of(g.grads, is_added); }))
+    return false;
+  list.families.resize(problem.groups.size());
+  std::iota(list.families.begin(), list.families.end(), 0);
+  const auto family_of = [&](int32_t group) {
+    while (list.families[static_cast<size_t>(group)] != group) group = list.families[static_cast<size_t>(group)];
+    return group;
+  };
+  list.owners.clear();
+  for (size_t g = 0; g < problem.groups.size(); ++g)
+    for (const KeyGradRun& run : problem.groups[g].grads)
+      list.owners.emplace_back(run.dk.data, static_cast<int32_t>(g));
+  std::ranges::sort(list.owners);
+  for (size_t i = 1; i < list.owners.size(); ++i) {
+    if (list.owners[i].first != list.owners[i - 1].first) continue;
+    const int32_t a = family_of(list.owners[i - 1].second), b = family_of(list.owners[i].second);
+    list.families[static_cast<size_t>(std::max(a, b))] = std::min(a, b);
+  }
+  for (size_t g = 0; g < problem.groups.size(); ++g) list.families[g] = family_of(static_cast<int32_t>(g));
+  return true;
+}
+
+/// Raises costs so that items of one block of a family are sorted in the order of its groups, and lets all items of a
+/// family that waits for a signal come last.
+void order_families(const Problem& problem, WorkList& list) {
+  std::vector<std::vector<int32_t>> most(problem.groups.size());  // by family and block: the cost of later groups
+  std::vector<uint8_t> remote(problem.groups.size());             // by family
+  for (size_t g = problem.groups.size(); g-- > 0;) {
+    const auto family = static_cast<size_t>(list.families[g]);
+    const auto heads = static_cast<size_t>(problem.groups[g].kv_heads);
+    const size_t first = list.first_item[g];
+    const size_t end = g + 1 < problem.groups.size() ? list.first_item[g + 1] : list.unsorted.size();
+    const size_t blocks = (end - first) / heads;
+    remote[family] |= static_cast<uint8_t>(list.unsorted[first].remote);
+    std::vector<int32_t>& later = most[family];
+    const auto first_block = static_cast<size_t>(list.unsorted[first].index);
+    if (later.size() < first_block + blocks) later.resize(first_block + blocks, 0);
+    for (size_t b = blocks; b-- > 0;) {
+      int32_t& cost = later[first_block + b];
+      cost = std::max({cost, list.costs[first + b], b + 1 < blocks ? later[first_block + b + 1] : 0});
+      for (size_t head = 0; head < heads; ++head) list.costs[first + head * blocks + b] = cost;
+    }
+  }
+  for (WorkItem& item : list.unsorted)
+    item.remote |= remote[static_cast<size_t>(list.families[static_cast<size_t>(item.group)])];
+}
+
+/// Tells each item of a family after which one it stores its gradients.
+void chain_items(WorkList& list) {
+  std::map<std::tuple<int32_t, int, int>, int> last;  // by family, head and block: the last item
+  for (int i = 0; i < static_cast<int>(list.items.size()); ++i) {
+    WorkItem& item = list.items[static_cast<size_t>(i)];
+    const int32_t family = list.families[static_cast<size_t>(item.group)];
+    const auto [at, is_first] = last.try_emplace({family, item.kv_head, item.index}, i);
+    if (is_first) continue;
+    item.before = std::exchange(at->second, i);
+    list.items[static_cast<size_t>(item.before)].is_awaited = 1;
+  }
+}
+
 }  // namespace
 
 void list_forward(const Problem& problem, std::span<const Signal> signals, TileShape shape, WorkList& list) {
@@ -211,7 +282,7 @@ void list_forward(const Problem& problem, std::span<const Signal> signals, TileS
         const RowRange keys = visible_keys(mask, tile_tokens(list.params, task, tile), group);
         require(keys.begin < keys.end, "rows of task ", t, " see none of the keys ", group.kv_begin, " to ",
                 group.kv_end, "; the CUDA kernels need one at least");
-        list.unsorted.push_back({task.group, head, index, index + 1, tile, 0, remote});
+        list.unsorted.push_back({task.group, head, index, index + 1, tile, 0, remote, -1, 0});
         list.costs.push_back(ceil_div(keys.end, shape.keys) - keys.begin / shape.keys);
       }
     }
@@ -242,12 +313,17 @@ void list_backward(const Problem& problem, std::span<const Signal> signals, Tile
     for (const KeyGradRun& run : group.grads) {
       check_aligned(run.dk, "dk");
       check_aligned(run.dv, "dv");
-      list.runs.push_back({static_cast<int>(run.begin), static_cast<int>(run.end), run.dtype, run.dk, run.dv});
+      list.runs.push_back(
+          {static_cast<int>(run.begin), static_cast<int>(run.end), run.dtype, run.is_added ? 1 : 0, run.dk, run.dv});
     }
     entry.run_end = static_cast<int>(list.runs.size());
+    list.first_item.push_back(list.unsorted.size());
     add_key_items(group, static_cast<int>(g), shape.keys, list);
   }
+  const bool has_families = find_families(problem, list);
+  if (has_families) order_families(problem, list);
   sort_items(list);
+  if (has_families) chain_items(list);
 }
 
 }  // namespace distca::attention::cuda

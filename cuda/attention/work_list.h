@@ -2,8 +2,9 @@
 //
 // Forward items are tiles of tasks, longest first. Backward items are blocks of keys, longest first too, except that
 // those of one key/value head of a group are always in ascending order. Therefore an item that waits for the block
-// before it (deterministic mode) waits for an item that was taken earlier. Items that wait for a signal come after all
-// others.
+// before it (deterministic mode) waits for an item that was taken earlier. Where groups add to the same key gradients,
+// the same holds for their items of one block, which are in the order of the groups. Items that wait for a signal come
+// after all others, and with them those of groups that share gradients with theirs.
 #pragma once
 
 #include <span>
@@ -43,6 +44,11 @@ struct WorkList {
   std::vector<WorkItem> unsorted;
   std::vector<int32_t> costs;
   std::vector<int32_t> places;
+  // Where groups add to the same key gradients, and for the same reason: the first item of each group, the first group
+  // that shares gradients with each, and, by a group's memory of gradients, the group that is first there.
+  std::vector<size_t> first_item;
+  std::vector<int32_t> families;
+  std::vector<std::pair<const std::byte*, int32_t>> owners;
   /// Everything but the pointers, of which there is the one to `bidirectional` here.
   KernelParams params;
 };

@@ -16,6 +16,7 @@ import torch
 import distca
 from support import flash_on_cpu
 from support.batches import LAYOUTS, random_batch, random_ranges, random_tasks, rows_of_rank, scattered, spill
+from support.branches import attention_of_tree, own_rows, random_tree
 from support.gpus import no_gpu
 from support.groups import compute, loopback_group, on_all_ranks, on_the_host, run_step, together
 from support.oracle import ErrorPool, oracle, torch_attention
@@ -79,6 +80,25 @@ def test_rows_that_see_each_other_are_as_exact_as_pytorch(flash: dict[str, str],
             compute(batch, plan, **flash),
             torch_attention(batch, window=window, bidirectional=ranges),
             oracle(batch, window=window, bidirectional=ranges),
+        )
+    pool.check(1.5)
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["fp32", "narrow"])
+def test_branches_are_as_exact_as_pytorch_also_with_scores_of_their_own(flash: dict[str, str], narrow: bool) -> None:
+    pool, options = ErrorPool(BF16.dtype), {"reduce_dtype": BF16.dtype if narrow else torch.float32}
+    for seed in range(6):
+        tree = random_tree(seed)
+        batch, layout = random_batch(tree.lengths, BF16, seed), tree.layout(3, seed)
+        # Documents with a window of no effect are computed by calls of their own, and add to the same gradients.
+        scores = [distca.Scores(window=None if d % 2 else 2**20) for d in range(len(tree.lengths))]
+        plan = distca.plan(layout, BF16, scores=scores, tasks=random_tasks(layout, BF16.kv, seed), **options)
+        mine = own_rows(batch, tree)
+        ours = [one[mine] for one in compute(batch, plan, **flash)]
+        pool.add(
+            ours,
+            attention_of_tree(batch, tree, BF16.dtype, fused=True),
+            attention_of_tree(batch, tree, torch.float64),
         )
     pool.check(1.5)
 

@@ -169,44 +169,60 @@ void cut_tasks(PlacedCase& of, std::mt19937& random) {
     if (pick(random, 0, 3) > 0 || (end == c.length && of.tasks.empty())) of.tasks.push_back({row, end});
     row = end;
   }
-  of.kv_begin = c.keys;
-  of.kv_end = 0;
-  for (const auto& t : of.tasks) {
-    for (int64_t key = 0; key < c.keys; ++key) {
-      if (!sees(c, t.begin, key) && !sees(c, t.end - 1, key)) continue;
-      of.kv_begin = std::min(of.kv_begin, key);
-      of.kv_end = std::max(of.kv_end, key + 1);
-    }
-  }
+  of.keys.assign(static_cast<size_t>(c.keys), false);
   of.covered.assign(static_cast<size_t>(c.length), false);
   for (const auto& t : of.tasks) std::fill(of.covered.begin() + t.begin, of.covered.begin() + t.end, true);
 }
 
-/// One head range of the case as a group, its tasks after those that are there.
-void place_group(const PlacedCase& of, int64_t first_head, int64_t kv_heads, bool remote, Placement& p,
-                 std::mt19937& random) {
+using Range = PlacedCase::Range;
+
+/// The range of keys that rows of some tasks see.
+Range keys_of(const Case& c, const std::vector<Range>& tasks) {
+  Range keys{c.keys, 0};
+  for (const Range& t : tasks) {
+    for (int64_t key = 0; key < c.keys; ++key) {
+      if (!sees(c, t.begin, key) && !sees(c, t.end - 1, key)) continue;
+      keys.begin = std::min(keys.begin, key);
+      keys.end = std::max(keys.end, key + 1);
+    }
+  }
+  return keys;
+}
+
+/// Where the gradients of some keys go, and whether a group has been told so.
+struct GradPlace {
+  attention::KeyGradRun run;
+  bool is_written = false;
+};
+
+/// Some tasks of one head range of the case as a group, its tasks after those that are there. It has keys of its own,
+/// and adds to the gradients of `places` that a group before it has written.
+void place_group(const PlacedCase& of, const std::vector<Range>& tasks, int64_t first_head, int64_t kv_heads,
+                 bool remote, std::vector<GradPlace>& places, Placement& p, std::mt19937& random) {
   constexpr int64_t kRows = attention::kKeyBlockRows;
   const Case& c = *of.c;
   const DType dtype = c.heads.dtype;
   const int64_t per_group = c.heads.group_heads(), q_heads = kv_heads * per_group;
+  const Range keys = keys_of(c, tasks);
+  p.first_heads.push_back(first_head);
   attention::KeyGroup& group = p.groups.emplace_back();
   group.kv_heads = kv_heads;
   group.scores = static_cast<int64_t>(p.scores.size()) - 1;
   group.bidirectional = c.bidirectional;
-  group.kv_begin = of.kv_begin;
-  group.kv_end = of.kv_end;
-  group.first_block = of.kv_begin / kRows;
+  group.kv_begin = keys.begin;
+  group.kv_end = keys.end;
+  group.first_block = keys.begin / kRows;
 
   // Blocks in any order, in one of two sources; between them rows that belong to nobody.
   auto& blocks = p.blocks.emplace_back();
   int64_t rows[2] = {0, 0};
-  const int64_t num_blocks = (of.kv_end - 1) / kRows + 1 - group.first_block;
+  const int64_t num_blocks = (keys.end - 1) / kRows + 1 - group.first_block;
   for (int64_t b = 0; b < num_blocks; ++b) {
-    const int64_t start = (group.first_block + b) * kRows, begin = std::max(start, of.kv_begin);
+    const int64_t start = (group.first_block + b) * kRows, begin = std::max(start, keys.begin);
     const int64_t source = pick(random, 0, 1);
     rows[source] += pick(random, 0, 3) == 0 ? pick(random, 1, 70) : 0;
     blocks.push_back(2 * (rows[source] - (begin - start)) + source);
-    rows[source] += std::min(start + kRows, of.kv_end) - begin;
+    rows[source] += std::min(start + kRows, keys.end) - begin;
   }
   group.blocks = blocks;
   for (int s = 0; s < 2; ++s) {
@@ -215,8 +231,8 @@ void place_group(const PlacedCase& of, int64_t first_head, int64_t kv_heads, boo
   }
   std::vector<std::function<void()>> copies;
   for (int64_t b = 0; b < num_blocks; ++b) {
-    const int64_t start = (group.first_block + b) * kRows, begin = std::max(start, of.kv_begin);
-    const int64_t end = std::min(start + kRows, of.kv_end), word = blocks[static_cast<size_t>(b)];
+    const int64_t start = (group.first_block + b) * kRows, begin = std::max(start, keys.begin);
+    const int64_t end = std::min(start + kRows, keys.end), word = blocks[static_cast<size_t>(b)];
     const RowView k = group.k[word & 1].from_row((word >> 1) + begin - start);
     const RowView v = group.v[word & 1].from_row((word >> 1) + begin - start);
     copies.emplace_back([&c, dtype, begin, end, first_head, kv_heads, k, v] {
@@ -226,7 +242,7 @@ void place_group(const PlacedCase& of, int64_t first_head, int64_t kv_heads, boo
   }
 
   group.task_begin = static_cast<int64_t>(p.task_table.size());
-  for (const auto& range : of.tasks) {
+  for (const Range& range : tasks) {
     const int64_t n = range.end - range.begin;
     attention::Task& task = p.task_table.emplace_back();
     task.group = static_cast<int64_t>(p.groups.size()) - 1;
@@ -249,12 +265,10 @@ void place_group(const PlacedCase& of, int64_t first_head, int64_t kv_heads, boo
   group.task_end = static_cast<int64_t>(p.task_table.size());
 
   auto& runs = p.runs.emplace_back();
-  for (int64_t row = of.kv_begin; row < of.kv_end;) {
-    const int64_t end = std::min(of.kv_end, row + pick(random, 1, 200));
-    const DType run = pick(random, 0, 1) == 0 ? dtype : DType::kFloat32;
-    runs.push_back({row, end, run, fresh(p, run, end - row, kv_heads, c.heads.dim, random),
-                    fresh(p, run, end - row, kv_heads, c.heads.v_dim, random)});
-    row = end;
+  for (GradPlace& place : places) {
+    if (place.run.begin < keys.begin || place.run.end > keys.end) continue;
+    runs.push_back(place.run);
+    runs.back().is_added = std::exchange(place.is_written, true);
   }
   group.grads = runs;
 
@@ -267,13 +281,44 @@ void place_group(const PlacedCase& of, int64_t first_head, int64_t kv_heads, boo
   p.signals.resize(p.task_table.size(), remote ? attention::cuda::Signal{word, 7} : attention::cuda::Signal{});
 }
 
+/// One head range of the case: as one group, or as several that add to the same gradients.
+void place_groups(PlacedCase& of, int64_t first_head, int64_t kv_heads, bool remote, Placement& p,
+                  std::mt19937& random) {
+  const Case& c = *of.c;
+  std::vector<std::vector<Range>> parts(static_cast<size_t>(pick(random, 1, 3)));
+  for (const Range& task : of.tasks) parts[static_cast<size_t>(pick(random, 0, std::ssize(parts) - 1))].push_back(task);
+  std::erase_if(parts, [](const std::vector<Range>& tasks) { return tasks.empty(); });
+  std::vector<Range> keys;
+  std::vector<int64_t> cuts;
+  for (const auto& tasks : parts) {
+    keys.push_back(keys_of(c, tasks));
+    cuts.insert(cuts.end(), {keys.back().begin, keys.back().end});
+  }
+  std::ranges::sort(cuts);
+  // Places of at most 200 rows, which groups have either whole or not at all.
+  std::vector<GradPlace> places;
+  for (int64_t row = cuts.front(); row < cuts.back();) {
+    const int64_t end = std::min(*std::ranges::upper_bound(cuts, row), row + pick(random, 1, 200));
+    const auto groups = std::ranges::count_if(keys, [&](const Range& k) { return k.begin <= row && row < k.end; });
+    const DType dtype = groups > 1 || pick(random, 0, 1) == 0 ? DType::kFloat32 : c.heads.dtype;
+    if (groups > 0) {
+      places.push_back({{row, end, dtype, fresh(p, dtype, end - row, kv_heads, c.heads.dim, random),
+                         fresh(p, dtype, end - row, kv_heads, c.heads.v_dim, random)}});
+      std::fill(of.keys.begin() + row, of.keys.begin() + end, true);
+    }
+    row = end;
+  }
+  for (const auto& tasks : parts)
+    place_group(of, tasks, first_head, kv_heads, remote && &tasks == &parts.back(), places, p, random);
+}
+
 }  // namespace
 
 std::unique_ptr<Placement> place(std::span<const Case* const> cases, bool remote, std::mt19937& random) {
   auto p = std::make_unique<Placement>();
   // Spans point into these.
-  p->blocks.reserve(2 * cases.size());
-  p->runs.reserve(2 * cases.size());
+  p->blocks.reserve(6 * cases.size());
+  p->runs.reserve(6 * cases.size());
   for (const Case* c : cases) {
     PlacedCase& of = p->cases.emplace_back();
     of.c = c;
@@ -281,8 +326,8 @@ std::unique_ptr<Placement> place(std::span<const Case* const> cases, bool remote
     p->scores.push_back(c->scores);
     of.group_begin = p->groups.size();
     const int64_t kv_heads = c->heads.kv_heads, split = pick(random, 0, kv_heads - 1);
-    if (split > 0) place_group(of, 0, split, false, *p, random);
-    place_group(of, split, kv_heads - split, remote && c == cases.back(), *p, random);
+    if (split > 0) place_groups(of, 0, split, false, *p, random);
+    place_groups(of, split, kv_heads - split, remote && c == cases.back(), *p, random);
     of.group_end = p->groups.size();
   }
   p->problem = {cases[0]->heads, p->scores, p->groups, p->task_table};
@@ -291,9 +336,9 @@ std::unique_ptr<Placement> place(std::span<const Case* const> cases, bool remote
 
 void give_statistics(const Placement& p, const PlacedCase& of, const Answer& right) {
   const Case& c = *of.c;
-  int64_t first_head = 0;
   for (size_t g = of.group_begin; g < of.group_end; ++g) {
     const attention::KeyGroup& group = p.groups[g];
+    const int64_t first_head = p.first_heads[g];
     const int64_t q_heads = group.kv_heads * c.heads.group_heads(), first = first_head * c.heads.group_heads();
     for (int64_t t = group.task_begin; t < group.task_end; ++t) {
       const attention::Task& task = p.task_table[static_cast<size_t>(t)];
@@ -307,7 +352,6 @@ void give_statistics(const Placement& p, const PlacedCase& of, const Answer& rig
         }
       }
     }
-    first_head += group.kv_heads;
   }
 }
 
@@ -325,9 +369,9 @@ Answer results(const Placement& p, const PlacedCase& of) {
         for (int64_t d = 0; d < to.dim; ++d)
           to.at(row + i, head + h)[d] = read(dtype, from.at(i, h) + d * distca::dtype_bytes(dtype));
   };
-  int64_t first_head = 0;
   for (size_t g = of.group_begin; g < of.group_end; ++g) {
     const attention::KeyGroup& group = p.groups[g];
+    const int64_t first_head = p.first_heads[g];
     const int64_t q_heads = group.kv_heads * heads.group_heads(), first = first_head * heads.group_heads();
     for (int64_t t = group.task_begin; t < group.task_end; ++t) {
       const attention::Task& task = p.task_table[static_cast<size_t>(t)];
@@ -344,7 +388,6 @@ Answer results(const Placement& p, const PlacedCase& of) {
       copy_out(run.dtype, run.dk, run.end - run.begin, group.kv_heads, a.dk, run.begin, first_head);
       copy_out(run.dtype, run.dv, run.end - run.begin, group.kv_heads, a.dv, run.begin, first_head);
     }
-    first_head += group.kv_heads;
   }
   return a;
 }

@@ -55,7 +55,7 @@ struct Answer {
 /// For query rows with covered[row] alone; with gradients or without.
 Answer answer(const Case& c, const std::vector<bool>& covered, bool gradients);
 
-/// A case in a placement: its tasks, and the range of the groups that have its heads, in order.
+/// A case in a placement: its tasks, and the range of its groups.
 struct PlacedCase {
   struct Range {
     int64_t begin, end;
@@ -63,7 +63,7 @@ struct PlacedCase {
   const Case* c = nullptr;
   std::vector<Range> tasks;
   std::vector<bool> covered;  // query rows that a task has
-  int64_t kv_begin = 0, kv_end = 0;
+  std::vector<bool> keys;     // that some group has
   size_t group_begin = 0, group_end = 0;
 };
 
@@ -78,6 +78,7 @@ struct Placement {
   std::vector<std::vector<int64_t>> blocks;
   std::vector<attention::KeyGroup> groups;
   std::vector<attention::Task> task_table;
+  std::vector<int64_t> first_heads;  // of each group, among the key/value heads of its case
   std::vector<std::vector<attention::KeyGradRun>> runs;
   std::vector<std::unique_ptr<uint64_t>> words;
   std::vector<std::unique_ptr<float[]>> max_logits;  // of each task

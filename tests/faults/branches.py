@@ -9,6 +9,10 @@ CONSISTENT = "tests/plan/test_consistency.py"
 MODELS = "tests/integrations/test_hf_branches.py"
 ARRANGEMENT = "cpp/plan/arrangement.cpp"
 LAYOUTS = "cpp/plan/layout.cpp"
+REDUCED = "tests/plan/test_reduce_dtype.py"
+STRESS = "tests/attention/test_several_scores.py"
+KERNELS = "tests/cuda/test_kernels_on_host.py"
+FLASH = "tests/cuda/test_flash_ranks.py"
 SLICES = "cpp/plan/slice_tables.cpp"
 
 FAULTS = [
@@ -62,25 +66,102 @@ FAULTS = [
         (EXACT, PLAN),
     ),
     Fault(
-        "branches: all that a home contributes is written into the sum",
+        "branches: the second group of a server writes over the gradients of the first",
         ARRANGEMENT,
-        "if (group.server == g.home && g.is_first) {",
-        "if (group.server == g.home) {",
+        "gradient.target = GradTarget::kAdded;",
+        "gradient.target = GradTarget::kPartial;",
         (EXACT, PLAN),
     ),
     Fault(
-        "branches: further terms of a home are in fp32 where others are not",
+        "branches: gradients that a server adds up come home rounded",
         ARRANGEMENT,
-        "options_.reduces_narrow() && i != own ?",
-        "options_.reduces_narrow() && drafts_[i].target == GradTarget::kArena ?",
-        (EXACT, CONSISTENT),
+        "if (of_server < drafts_.size() && (is_own || !options_.reduces_narrow())) {",
+        "if (of_server < drafts_.size()) {",
+        (EXACT, CONSISTENT, REDUCED),
     ),
     Fault(
-        "branches: a home forgets its further terms",
+        "branches: a sum of a home alone waits for others",
+        ARRANGEMENT,
+        "has_own && contributions == 1, rows.row",
+        "false, rows.row",
+        (EXACT, PLAN),
+    ),
+    Fault(
+        "branches: what a group has added goes home again",
         SLICES,
-        "if (g.sum >= 0 && !g.is_first) receive_gradient(g);",
-        "",
+        "if (g.home == rank_ || g.is_added()) return;",
+        "if (g.home == rank_) return;",
         (EXACT, PLAN),
+    ),
+    Fault(
+        "branches: gradients leave before the last group has added to them",
+        SLICES,
+        "g.round, g.last_round, g.home, kind, -1, source",
+        "g.round, group.round, g.home, kind, -1, source",
+        (PLAN, CONSISTENT),
+    ),
+    Fault(
+        "branches: a sum that is done has a term",
+        "cpp/runtime/reduce_table.cpp",
+        "if ((*term)->action != static_cast<int64_t>(ReceiveAction::kFinish))",
+        "if (true)",
+        (EXACT,),
+    ),
+    Fault(
+        "branches: the CPU kernel writes where it should add",
+        "cpp/attention/cpu_backward.cpp",
+        "if (!run.is_added) {",
+        "if (true) {",
+        (EXACT,),
+    ),
+    Fault(
+        "branches: groups of the CPU kernel add at the same time",
+        "cpp/attention/cpu_attention.cpp",
+        "for (const KeyGradRun& run : group.grads) place_of(run)->waves = wave + 1;",
+        "",
+        (STRESS,),
+    ),
+    Fault(
+        "branches: CUDA: an item writes where it should add",
+        "cuda/attention/backward_kernel.h",
+        "if (run.is_added != 0)",
+        "if (false)",
+        (KERNELS,),
+    ),
+    Fault(
+        "branches: CUDA: an item adds before the one before it has written",
+        "cuda/attention/backward_kernel.h",
+        "if (item.before < 0) return;",
+        "return;",
+        (KERNELS,),
+    ),
+    Fault(
+        "branches: CUDA: an item waits for one that comes later",
+        "cuda/attention/work_list.cpp",
+        "if (has_families) order_families(problem, list);",
+        "",
+        (KERNELS,),
+    ),
+    Fault(
+        "branches: CUDA: groups that share some gradients may be of two families",
+        "cuda/attention/work_list.cpp",
+        "list.families[static_cast<size_t>(std::max(a, b))] = std::min(a, b);",
+        "",
+        (KERNELS,),
+    ),
+    Fault(
+        "branches: CUDA: groups that wait for no signal come before those that they add to",
+        "cuda/attention/work_list.cpp",
+        "remote[family] |= static_cast<uint8_t>(list.unsorted[first].remote);",
+        "",
+        (KERNELS,),
+    ),
+    Fault(
+        "branches: ATen: a group writes where it should add",
+        "cpp/torch/aten_backend.cpp",
+        "run.is_added ? aten::add(place, aten::cast(rows, ScalarType::Float)) : rows",
+        "rows",
+        (FLASH,),
     ),
     Fault(
         "branches: a segment's keys are sent to a branch to its end",
@@ -104,11 +185,25 @@ FAULTS = [
         (CONSISTENT,),
     ),
     Fault(
-        "branches: a rank of a plan may add anything to its sums",
-        "cpp/plan/consistency_messages.cpp",
-        "if (terms[t]->peer != h_.rank) continue;",
-        "continue;",
-        (CONSISTENT, EXACT),
+        "branches: a plan may add gradients to those of other rows",
+        "cpp/plan/consistency.cpp",
+        "check_plan(!is_new && first.move.part == m.part && first.document == document && first.begin == r.begin,",
+        "check_plan(true,",
+        (CONSISTENT,),
+    ),
+    Fault(
+        "branches: two groups of a plan may write gradients to one place",
+        "cpp/plan/consistency.cpp",
+        "check_plan(is_new, ",
+        "check_plan(true, ",
+        (CONSISTENT,),
+    ),
+    Fault(
+        "branches: a plan may be done with a sum of others",
+        "cpp/plan/validate.cpp",
+        "check_plan(finishes == (r.peer == h().rank), ",
+        "check_plan(true, ",
+        (CONSISTENT,),
     ),
     Fault(
         "branches: backward may have other branches than forward",

@@ -81,8 +81,8 @@ FAULTS = [
     Fault(
         "contributions are rounded although fp32 is asked for",
         ARRANGEMENT,
-        "drafts_[i].target = options_.reduces_narrow() && i != own ? GradTarget::kArena : GradTarget::kPartial;",
-        "drafts_[i].target = i != own ? GradTarget::kArena : GradTarget::kPartial;",
+        "gradient.target = options_.reduces_narrow() && i != own ? GradTarget::kArena : GradTarget::kPartial;",
+        "gradient.target = i != own ? GradTarget::kArena : GradTarget::kPartial;",
         (REDUCE_DTYPE, PLAN),
     ),
     Fault(

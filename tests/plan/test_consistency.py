@@ -17,10 +17,13 @@ from distca import _C
 from support.batches import random_tasks
 from support.plan_reader import (
     ADD,
+    ADDED,
     BACKWARD,
     COPY,
+    FINISH,
     FORWARD,
     OUT,
+    PARTIAL,
     RETURNED,
     TABLES,
     TENSORS,
@@ -44,6 +47,9 @@ TREE = distca.Layout(
     [[(0, 0, 70), (1, 70, 130), (2, 100, 140)], [(0, 70, 100), (3, 50, 90)], [(4, 0, 20), (5, 90, 100)]],
     branches={1: 0, 2: 0, 3: 0, 5: 3},
 )
+ANSWERS = distca.Layout(
+    [[(0, 0, 70), (1, 70, 130), (2, 50, 140)], [(3, 0, 40)], [(4, 30, 60)]], branches={1: 0, 2: 0, 4: 3}
+)
 RANKS = range(3)
 Change = Callable[[Slice], tuple[int, int, str, int] | None]
 
@@ -61,6 +67,8 @@ def _plans() -> list[distca.Plan]:
             distca.plan(TREE, heads, tasks=random_tasks(TREE, heads.kv, 5), reduce_dtype=heads.dtype)
             for heads in (HEADS, NARROW)
         ),
+        distca.plan(TREE, HEADS, tasks=random_tasks(TREE, HEADS.kv, 6), round_bytes=1),
+        distca.plan(ANSWERS, HEADS, balance=False),
     ]
     return [plan.for_rank(rank) for plan in made for rank in RANKS]
 
@@ -147,18 +155,55 @@ CHANGES: dict[str, tuple[Change, str]] = {
         lambda s: _first(s.branches, _number("Branch"), "document", lambda b: 9, lambda b: b == s.branches[-1]),
         "it has branches of which it needs none|are not at row|is not where its rows are|gradients of rows",
     ),
-    "a home adds a term of its own from another place": (
+    "a home is done with a sum in a later round": (
         lambda s: _first(
-            s.receives[BACKWARD], _number("Receive", BACKWARD), "source", lambda r: r.source + 64,
-            lambda r: r.peer == s.header.rank,
+            s.receives[BACKWARD], _number("Receive", BACKWARD), "round", lambda r: 1, lambda r: r.action == FINISH
         ),
-        "a term of its own to a sum that it does not compute|do not lie in the arena",
+        "is done in round 1|round 1 of 1",
     ),
-    "a home adds a term of its own in a later round": (
-        lambda s: None if s.header.num_rounds < 2 else _first(
-            s.receives[BACKWARD], _number("Receive", BACKWARD), "round", lambda r: 1, lambda r: r.peer == s.header.rank
+    "a home is done with a sum that lies elsewhere": (
+        lambda s: _first(
+            s.receives[BACKWARD], _number("Receive", BACKWARD), "sum", lambda r: r.sum + 64,
+            lambda r: r.action == FINISH,
         ),
-        "a term of its own|start it twice|uses",
+        "has no first term, or two|do not lie in the arena",
+    ),
+    "a home is done with a sum to which others contribute": (
+        lambda s: _first(
+            s.receives[BACKWARD], _number("Receive", BACKWARD), "action", lambda r: FINISH, lambda r: r.action == ADD
+        ),
+        "action 3 of rows of rank",
+    ),
+    "a home that alone contributes to a sum adds to it": (
+        lambda s: _first(
+            s.receives[BACKWARD], _number("Receive", BACKWARD), "action", lambda r: ADD, lambda r: r.action == FINISH
+        ),
+        "action 2 of rows of rank",
+    ),
+    "a group adds gradients to those of another document": (
+        lambda s: _first(
+            s.grads, _number("Grad"), "dk", lambda g: next(x.dk for x in s.grads if x.target == PARTIAL),
+            lambda g: g.target == ADDED and g.dk != next(x.dk for x in s.grads if x.target == PARTIAL),
+        ),
+        "are added to those of other rows|are written where others lie",
+    ),
+    "the first group of some that share gradients adds to them": (
+        lambda s: _first(
+            s.grads, _number("Grad"), "target", lambda g: ADDED,
+            lambda g: g.target == PARTIAL and sum(x.dk == g.dk for x in s.grads) > 1,
+        ),
+        "are added to those of other rows",
+    ),
+    "the second group of some that share gradients writes them": (
+        lambda s: _first(s.grads, _number("Grad"), "target", lambda g: PARTIAL, lambda g: g.target == ADDED),
+        "are written where others lie",
+    ),
+    "shared gradients are sent home before all groups have added to them": (
+        lambda s: _first(
+            s.sends[BACKWARD], _number("Send", BACKWARD), "after", lambda g: g.after - 1,
+            lambda g: g.after > 0 and any(x.target == ADDED and x.dk == g.source for x in s.grads),
+        ),
+        "are not all sent home|out of order",
     ),
     "a local block starts a row late": (
         lambda s: _first(s.blocks, _number("Block"), "entry", lambda b: b.entry + 2, lambda b: b.entry % 2 == 0),
@@ -236,7 +281,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
             s.receives[BACKWARD], _number("Receive", BACKWARD), "tensor", lambda r: r.tensor - 2,
             lambda r: TENSORS[r.tensor] == "dk_partial",
         ),
-        r"tensor 8 is added|terms of sums are of two dtypes",
+        r"tensor 8 is added|terms of sums are of two dtypes|tensor 8 is done",
     ),
     "a term of the input dtype is one in fp32": (
         lambda s: _first(

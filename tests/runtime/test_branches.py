@@ -153,6 +153,23 @@ def test_one_step_may_have_branches_and_the_next_one_none() -> None:
                 torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4, msg=name)
 
 
+@pytest.mark.parametrize("answers", [2, 40])
+def test_key_gradients_of_a_prompt_take_the_memory_of_one_sum_however_many_answers_it_has(answers: int) -> None:
+    """At home, and at a server that computes all of them."""
+    heads, prompt = distca.Heads(2, 1, 16, dtype=torch.bfloat16), 256
+    segments = [(0, 0, prompt), *((d, prompt, prompt + 8) for d in range(1, answers + 1))]
+    layout = distca.Layout([segments, []], branches=dict.fromkeys(range(1, answers + 1), 0))
+    sums = (16 + 16) * 4 * prompt
+    at_home = distca.plan(layout, heads, balance=False)
+    assert [a.scratch for a in at_home.stats.arena_bytes["backward"]] == [sums, 0]
+    tasks = [(0, 0, prompt, 0, 1, 0), *((d, prompt, prompt + 8, 0, 1, 1) for d in range(1, answers + 1))]
+    served = distca.plan(layout, heads, tasks=tasks)
+    own = (16 + 16) * 2 * 8 * answers
+    assert [a.scratch for a in served.stats.arena_bytes["backward"]] == [sums, sums + own]
+    # Keys of answers travel in bf16, those of the prompt come home once, in fp32; dq comes besides.
+    assert served.stats.bytes["backward_out"] == sums + own + 2 * 16 * 2 * 8 * answers
+
+
 def test_backward_s_plan_must_have_the_branches_of_forward_s() -> None:
     heads = distca.Heads(2, 1, 16)
     segments = [[(0, 0, 8), (1, 0, 8), (2, 5, 9)]]

@@ -144,8 +144,9 @@ struct Document {
 /// What is computed of a document: out, lse, delta and dq of each task; then dk and dv.
 using Results = std::vector<Tensor>;
 
-/// Computes documents as one problem. Each has its own entry of the problem's scores.
-std::vector<Results> compute(attention::CpuAttention& kernel, std::span<const Document* const> documents,
+/// Computes documents as one problem. Each has its own entry of the problem's scores. Key gradients are in `dtype`. A
+/// document that comes again adds its own to those of the first time, which must be in fp32.
+std::vector<Results> compute(attention::CpuAttention& kernel, std::span<const Document* const> documents, DType dtype,
                              const Parallel& parallel, int round) {
   std::vector<attention::Scores> scores;
   std::vector<attention::KeyGroup> groups;
@@ -175,9 +176,14 @@ std::vector<Results> compute(attention::CpuAttention& kernel, std::span<const Do
     }
     group.task_end = std::ssize(tasks);
     const int64_t num_keys = group.kv_end - group.kv_begin;
-    r.emplace_back(heads.dtype, num_keys, heads.kv_heads, heads.dim);
-    r.emplace_back(heads.dtype, num_keys, heads.kv_heads, heads.v_dim);
-    runs.push_back({group.kv_begin, group.kv_end, heads.dtype, (&r.back() - 1)->view, r.back().view});
+    r.emplace_back(dtype, num_keys, heads.kv_heads, heads.dim);
+    r.emplace_back(dtype, num_keys, heads.kv_heads, heads.v_dim);
+    const auto first = static_cast<size_t>(std::ranges::find(documents, d) - documents.begin());
+    runs.push_back({group.kv_begin, group.kv_end, dtype, (&r.back() - 1)->view, r.back().view});
+    if (first < groups.size()) {
+      runs.back() = runs[first];
+      runs.back().is_added = true;
+    }
     group.grads = std::span(runs).last(1);
     groups.push_back(group);
   }
@@ -195,8 +201,8 @@ std::vector<Results> compute(attention::CpuAttention& kernel, std::span<const Do
       check(all_finite(r[4 * t + 3], heads.dtype, n, heads.q_heads, heads.dim), "dq is not finite", round);
     }
     const int64_t num_keys = d.group.kv_end - d.group.kv_begin;
-    check(all_finite(r[r.size() - 2], heads.dtype, num_keys, heads.kv_heads, heads.dim), "dk is not finite", round);
-    check(all_finite(r.back(), heads.dtype, num_keys, heads.kv_heads, heads.v_dim), "dv is not finite", round);
+    check(all_finite(r[r.size() - 2], dtype, num_keys, heads.kv_heads, heads.dim), "dk is not finite", round);
+    check(all_finite(r.back(), dtype, num_keys, heads.kv_heads, heads.v_dim), "dv is not finite", round);
   }
   return results;
 }
@@ -214,11 +220,29 @@ void run_round(int round, attention::CpuAttention& kernel) {
   const Document one(heads, scores), other(heads, others);
   const Document* const both[] = {&one, &other};
   const Parallel several = threads(static_cast<int>(pick(2, 5)));
-  const std::vector<Results> together = compute(kernel, both, several, round);
+  const std::vector<Results> together = compute(kernel, both, dtype, several, round);
   for (size_t i = 0; i < 2; ++i) {
-    const Results alone = compute(kernel, std::span(both).subspan(i, 1), threads(1), round)[0];
+    const Results alone = compute(kernel, std::span(both).subspan(i, 1), dtype, threads(1), round)[0];
     for (size_t t = 0; t < alone.size(); ++t)
       check(alone[t].bytes == together[i][t].bytes, "threads, or another document, change bits", round);
+  }
+}
+
+/// A document that comes twice has twice the key gradients, to the last bit.
+void run_twice(int round, attention::CpuAttention& kernel) {
+  const int64_t kv_heads = pick(1, 3);
+  const Document one({kv_heads * pick(1, 2), kv_heads, 24, 40, static_cast<DType>(pick(0, 2))}, random_scores());
+  const Document* const twice[] = {&one, &one};
+  const Results of_both = compute(kernel, twice, DType::kFloat32, threads(static_cast<int>(pick(2, 5))), round)[0];
+  const Results alone = compute(kernel, std::span(twice).first(1), DType::kFloat32, threads(1), round)[0];
+  for (size_t t = alone.size() - 2; t < alone.size(); ++t) {
+    const std::vector<std::byte>&a = alone[t].bytes, &b = of_both[t].bytes;
+    for (size_t at = 0; at + 4 <= a.size(); at += 4) {
+      float x, y;
+      std::memcpy(&x, a.data() + at, 4);
+      std::memcpy(&y, b.data() + at, 4);
+      check(y == 2.f * x || std::isnan(x), "a document that comes twice has not twice the key gradients", round);
+    }
   }
 }
 
@@ -258,7 +282,10 @@ int main(int argc, char** argv) {
       generator.seed(1);
       // Emulated instructions are slow.
       const int all = std::string_view(isa).ends_with("_emulated") ? (rounds + 3) / 4 : rounds;
-      for (int round = 0; round < all; ++round) run_round(round, kernel);
+      for (int round = 0; round < all; ++round) {
+        run_round(round, kernel);
+        run_twice(round, kernel);
+      }
       ++kernels;
     } catch (const InvalidArgumentError& error) {
       std::printf("not here: %s\n", error.what());

@@ -16,11 +16,13 @@ import torch
 import distca
 from support.plan_reader import (
     ADD,
+    ADDED,
     ARENA,
     ASSIGN,
     BACKWARD,
     COPY,
     DTYPES,
+    FINISH,
     FORWARD,
     IN,
     MASK,
@@ -135,6 +137,9 @@ class Simulation:
         self.terms: list[dict[tuple[str, int, int], list[tuple[int, int]]]] = [{} for _ in self.ranks]
         # By (tensor, offset), the round of the rows that a result is computed from.
         self.after: list[dict[tuple[str, int], int]] = [{} for _ in self.ranks]
+        # By (document, row, key/value head), the servers and documents that contribute to its key gradients.
+        self.contributors: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+        self.written_here: list[dict[tuple[int, int], Result]] = [{} for _ in self.ranks]
         for number in range(-1, ROUNDS):
             self._dispatch(phase, number)
             for server in self.ranks:
@@ -242,7 +247,7 @@ class Simulation:
                     stride = self._stride(heads_of(group), phase, True, tensor)
                     self._expect_in(memory, tensor, heads_of(group), base + at * stride, stride, rows)
             if phase == BACKWARD:
-                self._key_gradients(server, group)
+                self._key_gradients(server, group, number)
         for index, task in enumerate(tables.tasks):
             if tables.groups[task.group].round != number:
                 continue
@@ -271,7 +276,7 @@ class Simulation:
             self._expect(server, tensor, kv_heads, offset, self._stride(kv_heads, phase, True, tensor), rows)
         self.results[server][("dq", task.backward_dout)] = (kv_heads, rows)
 
-    def _key_gradients(self, server: int, group: GroupEntry) -> None:
+    def _key_gradients(self, server: int, group: GroupEntry, number: int) -> None:
         tables = self.slices[server]
         sums = {
             (dk.sum, dv.sum): dk
@@ -284,11 +289,22 @@ class Simulation:
             assert grad.begin == next_row
             next_row = grad.end
             rows = self._owners(group.document, grad.begin, grad.end)
+            for (document, row), head in itertools.product(rows, range(*kv_heads)):
+                self.contributors.setdefault((document, row, head), []).append((server, group.document))
+            if grad.target == ADDED:  # to what an earlier group has written
+                assert self.written_here[server][grad.dk, grad.dv] == (kv_heads, rows)
+                for place in (("dk_partial", grad.dk), ("dv_partial", grad.dv)):
+                    if place in self.results[server]:
+                        self.after[server][place] = number
+                continue
             if grad.target == RETURNED:
                 assert self.home_rows[server][grad.row : grad.row + len(rows)] == rows
                 self._direct(server, ("dk", "dv"), kv_heads, grad.row, len(rows), server)
                 continue
             assert grad.target in (ARENA, PARTIAL)
+            assert (grad.dk, grad.dv) not in self.written_here[server]
+            if grad.target == PARTIAL:
+                self.written_here[server][grad.dk, grad.dv] = (kv_heads, rows)
             own = sums.get((grad.dk, grad.dv)) if grad.target == PARTIAL else None
             if own is not None:  # the first term of a sum at home
                 assert self.home_rows[server][own.row : own.row + own.num_rows] == rows
@@ -340,24 +356,25 @@ class Simulation:
                 continue
             sums[(tensor, r.sum)] = r
             partial = f"{tensor[:2]}_partial"
-            wide = self.plan.reduce_dtype == torch.float32
+            wide = self.plan.reduce_dtype == torch.float32 or r.action == FINISH
             assert tensor == (partial if wide else tensor[:2])
             self._occupy(home, r.sum, r.num_rows * self._stride(heads_of(r), phase, False, partial), "sum")
             self._write(home, [tensor.removesuffix("_partial")], heads_of(r), r.row, r.num_rows)
+        finished: list[tuple[str, int]] = []
         by_round: dict[int, list[tuple[int, int, str]]] = {0: []}
         for receive in sorted(tables.receives[phase], key=lambda r: r.round):
             assert receive.round < tables.header.num_rounds
             tensor = TENSORS[receive.tensor]
-            if receive.peer == home:  # a further term of a sum, which it has computed itself
-                assert (receive.action, receive.round) == (ADD, 0)
-                kv_heads, rows = self.results[home].pop((tensor, receive.source))
-            else:
-                kv_heads, rows = messages.pop((receive.peer, home, receive.round, receive.tensor, receive.source))
+            assert (receive.peer == home) == (receive.action == FINISH)
+            if receive.action == FINISH:  # a sum that this rank alone has computed
+                assert (receive.round, receive.source) == (0, -1)
+                finished.append((tensor, receive.sum))
+                continue
+            kv_heads, rows = messages.pop((receive.peer, home, receive.round, receive.tensor, receive.source))
             assert kv_heads == heads_of(receive)
             assert self.home_rows[home][receive.row : receive.row + receive.num_rows] == rows
             end = receive.source + receive.num_rows * self._stride(kv_heads, phase, False, tensor)
-            if receive.peer != home:
-                by_round.setdefault(receive.round, []).append((receive.source, end, tensor))
+            by_round.setdefault(receive.round, []).append((receive.source, end, tensor))
             if receive.action == COPY and phase == FORWARD:
                 self._write(home, [tensor], kv_heads, receive.row, receive.num_rows)
             elif receive.action == COPY:
@@ -367,6 +384,7 @@ class Simulation:
                 assert (into.row, into.num_rows, heads_of(into)) == (receive.row, receive.num_rows, kv_heads)
                 name = tensor.removesuffix("_partial")
                 self._term(home, [name], kv_heads, receive.row, receive.num_rows, (receive.peer, receive.action))
+        assert all(Counter((TENSORS[r.tensor], r.sum) for r in tables.receives[phase])[sum] == 1 for sum in finished)
         size = (tables.header.forward_arena_bytes, tables.header.backward_arena_bytes)[phase]
         for extents in by_round.values():
             ordered = sorted(self.used[home] + extents)
@@ -392,14 +410,15 @@ class Simulation:
                 for t in self.tasks_of[reader]
                 if t.kv_begin <= position < t.kv_end and t.kv_head_begin <= head < t.kv_head_end
             }
-            order = sorted((server for server, _ in seeing), key=lambda server: (server != home, server))
-            actions = [COPY] if len(order) == 1 else [ASSIGN] + [ADD] * (len(order) - 1)
+            assert sorted(self.contributors[document, position, head]) == sorted(seeing)
+            # What a server computes is one contribution, unless it leaves in the dtype of the heads.
+            order = [server for server, _ in seeing]
+            order = [s for s in order if s != home] if self.plan.reduce_dtype != torch.float32 else list(set(order))
+            order = sorted({home} & {server for server, _ in seeing}) + sorted(s for s in order if s != home)
+            actions = [COPY] if len(seeing) == 1 else [ASSIGN] + [ADD] * (len(order) - 1)
             expected = list(zip(order, actions, strict=True))
             for name in ("dk", "dv"):
-                terms = self.terms[home][(name, row, head)]
-                if len(set(order)) < len(order):  # what a home adds of its own comes among those of others
-                    terms = terms[:1] + sorted(terms[1:], key=lambda term: (term[0] != home, term[0]))
-                assert terms == expected
+                assert self.terms[home][(name, row, head)] == expected
 
     def _owners(self, document: int, begin: int, end: int) -> list[Row]:
         if document not in self.layout.branches:

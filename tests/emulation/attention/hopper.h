@@ -300,6 +300,10 @@ inline void add_global(float* p, float a, float b, float c, float d) {
   check_aligned(p, 16);
   p[0] += a, p[1] += b, p[2] += c, p[3] += d;
 }
+inline void add_global(float* p, float a, float b) {
+  check_aligned(p, 8);
+  p[0] += a, p[1] += b;
+}
 /// A copy reads shared memory some time later, and adds later still.
 inline void add_shared(float* p, const float* shared, int n) {
   check_aligned(p, 16);
