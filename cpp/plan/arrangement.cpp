@@ -1,6 +1,7 @@
 #include "plan/arrangement.h"
 
 #include <algorithm>
+#include <map>
 #include <tuple>
 #include <utility>
 
@@ -75,6 +76,8 @@ class Arranger {
     for (size_t begin = 0; begin < tasks_.size();) {
       const int64_t server = tasks_[begin].server;
       waiting.clear();
+      pools_.clear();
+      placed_.clear();
       while (begin < tasks_.size() && tasks_[begin].server == server) {
         if (is_whole_at_home(layout_, heads_, tasks_[begin])) {
           ++begin;
@@ -171,11 +174,7 @@ class Arranger {
   }
 
   void add_waiting_group(Group& g) {
-    g.num_arena_blocks = ceil_div(g.kv_end, block_rows_) - g.kv_begin / block_rows_;
-    for (const Placement& p : layout_.key_placements(g.document)) {
-      const BlockRange local = local_blocks(g, p, block_rows_);
-      g.num_arena_blocks -= local.end - local.begin;
-    }
+    place_blocks(g);
     for (size_t t = g.task_begin; t < g.task_end; ++t) {
       if (tasks_[t].home == g.server) continue;
       RemoteTask r;
@@ -188,22 +187,71 @@ class Arranger {
 
   // ---- rows from other homes ----
 
-  /// Calls visit(home, rows) for each segment on another rank of which the group needs rows.
-  template <class Visit>
-  void for_each_source(const Group& g, const Visit& visit) const {
+  /// Gives the group's key blocks that are not read in local segments their places in a pool.
+  void place_blocks(Group& g) {
+    g.arena_begin = a_.arena_blocks.size();
+    int64_t next = g.kv_begin / block_rows_;
     for (const Placement& p : layout_.key_placements(g.document)) {
-      const int64_t rows = std::min(p.end, g.kv_end) - std::max(p.begin, g.kv_begin);
-      if (p.rank != g.server && rows > 0) visit(p.rank, rows);
+      const BlockRange local = local_blocks(g, p, block_rows_);
+      if (local.begin == local.end) continue;
+      place_blocks(g, next, local.begin);
+      next = local.end;
+    }
+    place_blocks(g, next, ceil_div(g.kv_end, block_rows_));
+    g.arena_end = a_.arena_blocks.size();
+  }
+  void place_blocks(Group& g, int64_t begin, int64_t end) {
+    if (begin >= end) return;
+    const bool shares = shares_keys(g);
+    if (g.pool < 0) g.pool = shares ? shared_pool(g) : new_pool();
+    int64_t& num_blocks = a_.pools[static_cast<size_t>(g.pool)].num_blocks;
+    if (!shares) {
+      a_.arena_blocks.push_back({begin, end, num_blocks});
+      num_blocks += end - begin;
+      return;
+    }
+    auto of_rows = layout_.key_placements(g.document).begin();
+    for (int64_t b = begin; b < end; ++b) {
+      const int64_t last_row = (b + 1) * block_rows_ - 1;
+      int64_t place = num_blocks;
+      // The document whose own the last row is says which rows the block has, if it has all.
+      if (b * block_rows_ >= g.kv_begin && last_row < g.kv_end) {
+        while (of_rows->end <= last_row) ++of_rows;
+        place = placed_.try_emplace({g.pool, of_rows->document, b}, num_blocks).first->second;
+      }
+      const bool is_new = place == num_blocks;
+      if (is_new) ++num_blocks;
+      ArenaBlocks* const last = a_.arena_blocks.size() > g.arena_begin ? &a_.arena_blocks.back() : nullptr;
+      if (last != nullptr && last->end == b && last->is_new == is_new && last->place + (b - last->begin) == place)
+        ++last->end;
+      else
+        a_.arena_blocks.push_back({b, b + 1, place, is_new});
     }
   }
+  /// Whether other groups of the server may read what comes for this one. Rows that are retained lie group by group.
+  bool shares_keys(const Group& g) const {
+    return layout_.shares_rows(g.document) &&
+           (retain_bytes_.empty() || retain_bytes_[static_cast<size_t>(g.server)] == 0);
+  }
+  int64_t shared_pool(const Group& g) {
+    const auto [pool, is_first] = pools_.try_emplace({layout_.tree(g.document), g.kv_head_begin}, -1);
+    if (is_first) pool->second = new_pool();
+    return pool->second;
+  }
+  int64_t new_pool() {
+    a_.pools.emplace_back();
+    return std::ssize(a_.pools) - 1;
+  }
 
-  /// Bytes of the group's keys and values that come from other ranks in a phase.
+  /// Bytes of the group's keys and values that lie on other ranks, in a phase.
   int64_t key_bytes_of_others(const Group& g) const {
     int64_t bytes = 0;
-    for_each_source(g, [&](int64_t, int64_t rows) {
+    for (const Placement& p : layout_.key_placements(g.document)) {
+      const int64_t rows = std::min(p.end, g.kv_end) - std::max(p.begin, g.kv_begin);
+      if (p.rank == g.server || rows <= 0) continue;
       for (TensorKind kind : {TensorKind::kK, TensorKind::kV})
         bytes += rows * format(Phase::kBackward, Direction::kIn, kind, g.num_kv_heads()).wire_bytes();
-    });
+    }
     return bytes;
   }
 
@@ -220,7 +268,7 @@ class Arranger {
     std::sort(by_bytes.begin(), by_bytes.end());
     for (const auto& [minus_saved, first_task, i] : by_bytes) {
       Group& g = a_.groups[i];
-      const int64_t rows = g.num_arena_blocks * block_rows_;
+      const int64_t rows = a_.pool_of(g).num_blocks * block_rows_;
       int64_t end = a_.retained_bytes[s];
       const auto extent = [&](TensorKind kind) {
         return take(end, Phase::kForward, Direction::kIn, kind, g.num_kv_heads(), rows);
@@ -235,19 +283,22 @@ class Arranger {
   }
 
   void carve_server_in() {
-    for (Group& g : a_.groups) {
-      if (g.num_arena_blocks == 0) continue;
+    for (const Group& g : a_.groups) {
+      if (g.pool < 0) continue;
+      KeyPool& pool = a_.pools[static_cast<size_t>(g.pool)];
+      const bool is_first = pool.k[0] < 0;
       for (Phase phase : kPhases) {
         if (phase == Phase::kBackward && g.is_retained()) continue;
+        for_each_source(layout_, a_.arena_blocks_of(g), g, block_rows_, [&](const Placement& rows) {
+          for (TensorKind kind : {TensorKind::kK, TensorKind::kV})
+            count_bytes(phase, Direction::kIn, kind, rows.rank, g.server, g.num_kv_heads(), rows.end - rows.begin);
+        });
+        if (!is_first) continue;
         const auto p = static_cast<size_t>(phase);
         int64_t& next = arena(phase, g.server).server_in;
-        const int64_t rows = g.num_arena_blocks * block_rows_;
-        g.k[p] = take(next, phase, Direction::kIn, TensorKind::kK, g.num_kv_heads(), rows);
-        g.v[p] = take(next, phase, Direction::kIn, TensorKind::kV, g.num_kv_heads(), rows);
-        for_each_source(g, [&](int64_t home, int64_t num_rows) {
-          for (TensorKind kind : {TensorKind::kK, TensorKind::kV})
-            count_bytes(phase, Direction::kIn, kind, home, g.server, g.num_kv_heads(), num_rows);
-        });
+        const int64_t rows = pool.num_blocks * block_rows_;
+        pool.k[p] = take(next, phase, Direction::kIn, TensorKind::kK, g.num_kv_heads(), rows);
+        pool.v[p] = take(next, phase, Direction::kIn, TensorKind::kV, g.num_kv_heads(), rows);
       }
     }
     for (RemoteTask& r : a_.remote) {
@@ -461,6 +512,10 @@ class Arranger {
   const int64_t ranks_per_node_;
   const std::span<const Task> tasks_;
   Arrangement a_;
+  // Of the server whose groups are made: the pools by tree and first head, and the places in them of whole blocks, by
+  // pool, by the document whose own the block's last row is, and by block.
+  std::map<std::pair<int64_t, int64_t>, int64_t> pools_;
+  std::map<std::tuple<int64_t, int64_t, int64_t>, int64_t> placed_;
   std::vector<KeyGradient> drafts_;
   int64_t num_places_ = 0;  // that several groups of a server share
   std::vector<Seeing> by_heads_;

@@ -46,6 +46,20 @@ inline bool is_whole_at_home(const Layout& layout, const HeadShape& heads, const
          layout.placements(t.document).size() == 1 && !layout.shares_rows(t.document);
 }
 
+/// Key blocks [begin, end) of a group, counted from the start of the document, that lie in its server's arena: one after
+/// another from block `place` of the group's pool on.
+struct ArenaBlocks {
+  int64_t begin = 0, end = 0;
+  int64_t place = 0;
+  bool is_new = true;  // otherwise an earlier group has the same keys, which are there already
+};
+
+/// The key blocks in the arena of a server that groups with the same heads share, whose documents share rows.
+struct KeyPool {
+  int64_t num_blocks = 0;
+  std::array<int64_t, 2> k = {-1, -1}, v = {-1, -1};  // offsets in the server's arena, by phase
+};
+
 /// The tasks of one document and head range at one server that together see one unbroken range of keys.
 struct Group {
   int64_t server = 0, document = 0;
@@ -53,8 +67,8 @@ struct Group {
   int64_t kv_begin = 0, kv_end = 0;
   size_t task_begin = 0, task_end = 0;          // range of the plan's tasks
   size_t gradient_begin = 0, gradient_end = 0;  // range of the arrangement's key gradients
-  int64_t num_arena_blocks = 0;
-  std::array<int64_t, 2> k = {-1, -1}, v = {-1, -1};  // offsets in the server's arena, by phase
+  size_t arena_begin = 0, arena_end = 0;        // range of the arrangement's arena blocks
+  int64_t pool = -1;                            // of its blocks in the arena; -1 if it has none
   int64_t retained_k = -1, retained_v = -1;  // offsets in the server's retained memory; where set, k[1] and v[1] are -1
   int64_t round = -1;                        // of the rows that it waits for; -1: it needs none of other ranks
 
@@ -116,6 +130,8 @@ struct ArenaBytes {
 
 struct Arrangement {
   std::vector<Group> groups;           // sorted by server and round; a server's local groups come first
+  std::vector<ArenaBlocks> arena_blocks;  // by group
+  std::vector<KeyPool> pools;
   std::vector<RemoteTask> remote;      // by group
   std::vector<KeyGradient> gradients;  // by group
   std::vector<KeyGradientSum> sums;
@@ -133,6 +149,12 @@ struct Arrangement {
 
   std::vector<int64_t> retained_bytes;  // bytes that each server retains
   int64_t saved_bytes = 0;              // bytes that retaining takes away from backward-in
+
+  std::span<const ArenaBlocks> arena_blocks_of(const Group& g) const {
+    return std::span(arena_blocks).subspan(g.arena_begin, g.arena_end - g.arena_begin);
+  }
+  /// What the group's blocks in the arena are a part of.
+  KeyPool pool_of(const Group& g) const { return g.pool < 0 ? KeyPool{} : pools[static_cast<size_t>(g.pool)]; }
 
   /// A rank's larger arena of the two phases.
   int64_t arena_bytes(size_t rank) const { return std::max(arenas[0][rank].total(), arenas[1][rank].total()); }
@@ -168,6 +190,23 @@ inline BlockRange local_blocks(const Group& g, const Placement& p, int64_t key_b
   const int64_t begin = p.begin <= g.kv_begin ? g.kv_begin / key_block_rows : ceil_div(p.begin, key_block_rows);
   const int64_t end = p.end >= g.kv_end ? ceil_div(g.kv_end, key_block_rows) : p.end / key_block_rows;
   return begin < end ? BlockRange{begin, end} : BlockRange{};
+}
+
+/// Calls visit(rows) for the rows of each segment on another rank that come to a group's server for it.
+template <class Visit>
+void for_each_source(const Layout& layout, std::span<const ArenaBlocks> arena_blocks, const Group& g,
+                     int64_t key_block_rows, const Visit& visit) {
+  for (const ArenaBlocks& blocks : arena_blocks) {
+    if (!blocks.is_new) continue;
+    const int64_t begin = std::max(blocks.begin * key_block_rows, g.kv_begin);
+    const int64_t end = std::min(blocks.end * key_block_rows, g.kv_end);
+    for (Placement rows : layout.key_placements(g.document)) {
+      rows.row += std::max<int64_t>(begin - rows.begin, 0);
+      rows.begin = std::max(rows.begin, begin);
+      rows.end = std::min(rows.end, end);
+      if (rows.rank != g.server && rows.begin < rows.end) visit(rows);
+    }
+  }
 }
 
 }  // namespace distca::plan

@@ -109,31 +109,37 @@ void Checker::check_groups() const {
 
 void Checker::check_blocks() {
   const int64_t size = h_.key_block_rows;
+  std::map<int64_t, Pool> pools;  // by the offset of k in forward
   int64_t index = 0;
   for (const GroupRow& g : slice_.groups()) {
     const std::vector<Held> here = held_keys(g.document);
-    int64_t arena_row = 0, rows_of_others = 0;
+    int64_t rows_of_others = 0;
     size_t next = 0;  // first segment that ends after the block's first key
+    Pool none, &pool = g.num_arena_blocks == 0 ? none : pools[g.forward_k];
+    if (pool.first == nullptr) pool.first = &g;
+    check_plan(is_same_pool(*pool.first, g), "group ", index, ": its keys lie where those of other heads do");
     for (int64_t b = 0; b < g.num_blocks; ++b) {
       const int64_t start = (g.first_block + b) * size;
       const int64_t begin = std::max(start, g.kv_begin), end = std::min(start + size, g.kv_end);
       while (next < here.size() && here[next].end <= begin) ++next;
       const bool local = next < here.size() && here[next].begin <= begin && here[next].end >= end;
+      int64_t place = pool.num_blocks;
+      if (!local && begin == start && end == start + size)  // whole blocks may be there already
+        place = pool.places.try_emplace({document_of(g.document, end - 1), start}, place).first->second;
+      const int64_t arena_row = place * size;
       const int64_t entry =
           local ? block_entry(here[next].row + (start - here[next].begin), false) : block_entry(arena_row, true);
       check_plan(slice_.blocks()[static_cast<size_t>(g.block_begin + b)] == entry, "group ", index, " (document ",
                  g.document, "): key block ", b, " is not where its rows are");
-      if (local) continue;
+      if (local || place < pool.num_blocks) continue;
+      ++pool.num_blocks;
       rows_of_others += end - begin;
       for (size_t s = next; s < here.size() && here[s].begin < end; ++s) {
         const int64_t first = std::max(begin, here[s].begin), last = std::min(end, here[s].end);
         rows_of_others -= last - first;
         expect_copy(g, here[s].row + (first - here[s].begin), last - first, arena_row + (first - start));
       }
-      arena_row += size;
     }
-    check_plan(arena_row == g.num_arena_blocks * size, "group ", index, ": it has ", arena_row / size,
-               " key blocks in the arena and says ", g.num_arena_blocks);
     if (rows_of_others > 0) {
       check_plan(g.round >= 0, "group ", index, ": it needs rows of others and waits for none");
       const auto round = static_cast<size_t>(g.round);
@@ -142,6 +148,16 @@ void Checker::check_blocks() {
     }
     ++index;
   }
+  for (const auto& [offset, pool] : pools)
+    check_plan(pool.num_blocks == pool.first->num_arena_blocks, "groups have ", pool.num_blocks,
+               " key blocks in the arena and say ", pool.first->num_arena_blocks);
+}
+
+bool Checker::is_same_pool(const GroupRow& x, const GroupRow& y) {
+  const auto place = [](const GroupRow& g) {
+    return std::tuple(g.kv_head_begin, g.kv_head_end, g.num_arena_blocks, g.forward_v, g.backward_k, g.backward_v);
+  };
+  return &x == &y || (place(x) == place(y) && x.retained_k < 0 && y.retained_k < 0);
 }
 
 void Checker::expect_copy(const GroupRow& g, int64_t row, int64_t num_rows, int64_t arena_row) {

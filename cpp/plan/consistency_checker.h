@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <compare>
+#include <map>
 #include <span>
 #include <utility>
 #include <vector>
@@ -114,8 +115,12 @@ class Checker {
   void check_groups() const;
 
   /// Checks that a block whose visible keys lie in one segment of this rank is read there. All other blocks follow one
-  /// another in the arena; rows of them that this rank has are copied there.
+  /// another in the arena, but for whole blocks that an earlier group of the pool has there; rows of them that this rank
+  /// has are copied there.
   void check_blocks();
+
+  /// Whether two groups whose keys begin at one offset may share what lies there.
+  static bool is_same_pool(const GroupRow& x, const GroupRow& y);
 
   void expect_copy(const GroupRow& g, int64_t row, int64_t num_rows, int64_t arena_row);
 
@@ -177,6 +182,14 @@ class Checker {
   /// Checks that no two extents overlap, that what comes home lies behind everything else, and that the memory asked
   /// for is the memory used.
   void check_disjoint(const char* memory, int64_t size);
+
+  /// The blocks of groups with the same keys in the arena.
+  struct Pool {
+    const GroupRow* first = nullptr;
+    int64_t num_blocks = 0;
+    // Of whole blocks: by the document whose own the last row is, and by the first row.
+    std::map<std::pair<int64_t, int64_t>, int64_t> places;
+  };
 
   struct OwnTerm {
     Move move;

@@ -1,6 +1,7 @@
 // Whether no two things share a byte of an arena or of the retained memory.
 #include <algorithm>
 #include <compare>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -16,9 +17,10 @@ void Checker::check_arena(Phase p) {
   const auto add = [&](Direction d, TensorKind kind, const Part& part, int64_t offset, int64_t round = kBase) {
     extents_.push_back({round, offset, offset + part.num_rows * stride(p, d, kind, part)});
   };
+  std::set<int64_t> pools;  // offsets of k in forward
   for (const GroupRow& g : slice_.groups()) {
     const Part part = heads_of(g, g.num_arena_blocks * h_.key_block_rows);
-    if (part.num_rows == 0 || (backward && g.retained_k >= 0)) continue;
+    if (part.num_rows == 0 || (backward && g.retained_k >= 0) || !pools.insert(g.forward_k).second) continue;
     add(Direction::kIn, TensorKind::kK, part, backward ? g.backward_k : g.forward_k);
     add(Direction::kIn, TensorKind::kV, part, backward ? g.backward_v : g.forward_v);
   }

@@ -119,8 +119,8 @@ class Filler {
   }
 
   void add_group(const Group& g) {
-    const auto placements = layout_.key_placements(g.document);
     const int64_t index = std::ssize(t_.groups);
+    const KeyPool pool = a_.pool_of(g);
     GroupRow& row = t_.groups.emplace_back();
     row.document = g.document;
     row.scores = options_.scores_of(g.document);
@@ -135,20 +135,19 @@ class Filler {
     row.num_blocks = ceil_div(g.kv_end, block_rows_) - row.first_block;
     row.block_begin = num_blocks_;
     num_blocks_ += row.num_blocks;
-    row.num_arena_blocks = g.num_arena_blocks;
-    row.forward_k = g.k[0];
-    row.forward_v = g.v[0];
-    row.backward_k = g.k[1];
-    row.backward_v = g.v[1];
+    row.num_arena_blocks = pool.num_blocks;
+    row.forward_k = pool.k[0];
+    row.forward_v = pool.v[0];
+    row.backward_k = pool.k[1];
+    row.backward_v = pool.v[1];
     row.retained_k = g.retained_k;
     row.retained_v = g.retained_v;
     row.round = g.round;
     if (with_blocks_) add_blocks(g);
-    for (const Placement& p : placements) {
-      if (p.rank == rank_ || p.end <= g.kv_begin || p.begin >= g.kv_end) continue;
-      wait(Phase::kForward, Direction::kIn, g.round, p.rank);
-      if (!g.is_retained()) wait(Phase::kBackward, Direction::kIn, g.round, p.rank);
-    }
+    for_each_source(layout_, a_.arena_blocks_of(g), g, block_rows_, [&](const Placement& rows) {
+      wait(Phase::kForward, Direction::kIn, g.round, rows.rank);
+      if (!g.is_retained()) wait(Phase::kBackward, Direction::kIn, g.round, rows.rank);
+    });
     row.task_begin = std::ssize(t_.tasks);
     for (size_t i = g.task_begin; i < g.task_end; ++i) add_task(tasks_[i], index);
     row.task_end = std::ssize(t_.tasks);
@@ -158,18 +157,18 @@ class Filler {
   }
 
   void add_blocks(const Group& g) {
-    const int64_t end = ceil_div(g.kv_end, block_rows_);
-    int64_t next = g.kv_begin / block_rows_, arena_row = 0;
-    const auto fill_from_arena = [&](int64_t until) {
-      for (; next < until; ++next, arena_row += block_rows_) t_.blocks.push_back(block_entry(arena_row, true));
+    const int64_t first = g.kv_begin / block_rows_, base = std::ssize(t_.blocks);
+    t_.blocks.resize(static_cast<size_t>(base + ceil_div(g.kv_end, block_rows_) - first));
+    const auto fill = [&](int64_t begin, int64_t end, int64_t row, bool in_arena) {
+      for (int64_t b = begin; b < end; ++b, row += block_rows_)
+        t_.blocks[static_cast<size_t>(base + b - first)] = block_entry(row, in_arena);
     };
+    for (const ArenaBlocks& blocks : a_.arena_blocks_of(g))
+      fill(blocks.begin, blocks.end, blocks.place * block_rows_, true);
     for (const Placement& p : layout_.key_placements(g.document)) {
       const BlockRange local = local_blocks(g, p, block_rows_);
-      if (local.begin == local.end) continue;
-      fill_from_arena(local.begin);
-      for (; next < local.end; ++next) t_.blocks.push_back(block_entry(p.row + (next * block_rows_ - p.begin), false));
+      fill(local.begin, local.end, p.row + (local.begin * block_rows_ - p.begin), false);
     }
-    fill_from_arena(end);
   }
 
   void add_task(const Task& t, int64_t group) {
@@ -225,25 +224,19 @@ class Filler {
   void send_keys(const Placement& segment, int64_t reader) {
     for (uint32_t i : a_.groups_of_document[reader]) {
       const Group& g = a_.groups[i];
-      if (g.num_arena_blocks == 0) continue;
-      const int64_t begin = std::max(segment.begin, g.kv_begin), end = std::min(segment.end, g.kv_end);
-      if (begin >= end) continue;
-      const BlockRange local = local_blocks(g, segment, block_rows_);
-      if (local.begin == local.end) {
-        put_keys(g, segment, begin, end);
-        continue;
-      }
-      put_keys(g, segment, begin, std::min(end, local.begin * block_rows_));
-      put_keys(g, segment, std::max(begin, local.end * block_rows_), end);
+      for (const ArenaBlocks& blocks : a_.arena_blocks_of(g))
+        if (blocks.is_new) put_keys(g, segment, blocks);
     }
   }
 
-  /// Puts keys of document rows [begin, end) of a segment. All of them are in blocks that lie in the arena of the
-  /// group's server.
-  void put_keys(const Group& g, const Placement& segment, int64_t begin, int64_t end) {
+  /// Puts those keys of a segment that are in some blocks of a group.
+  void put_keys(const Group& g, const Placement& segment, const ArenaBlocks& blocks) {
+    const int64_t first_row = blocks.begin * block_rows_;
+    const int64_t begin = std::max({segment.begin, g.kv_begin, first_row});
+    const int64_t end = std::min({segment.end, g.kv_end, blocks.end * block_rows_});
     if (begin >= end) return;
-    const int64_t block = begin / block_rows_;
-    const int64_t arena_row = arena_blocks_before(g, block) * block_rows_ + (begin - block * block_rows_);
+    const KeyPool pool = a_.pool_of(g);
+    const int64_t arena_row = blocks.place * block_rows_ + (begin - first_row);
     for (Phase phase : kPhases) {
       if (phase == Phase::kBackward && g.is_retained()) continue;
       const auto p = static_cast<size_t>(phase);
@@ -252,18 +245,9 @@ class Filler {
         send(phase, Direction::kIn, g.round, 0, g.server, kind, segment.row + (begin - segment.begin), -1, end - begin,
              g.kv_head_begin, g.kv_head_end, base + arena_row * stride);
       };
-      put(TensorKind::kK, g.k[p]);
-      put(TensorKind::kV, g.v[p]);
+      put(TensorKind::kK, pool.k[p]);
+      put(TensorKind::kV, pool.v[p]);
     }
-  }
-
-  int64_t arena_blocks_before(const Group& g, int64_t block) const {
-    int64_t n = block - g.kv_begin / block_rows_;
-    for (const Placement& p : layout_.key_placements(g.document)) {
-      const BlockRange local = local_blocks(g, p, block_rows_);
-      n -= std::max<int64_t>(0, std::min(local.end, block) - local.begin);
-    }
-    return n;
   }
 
   void exchange_as_home(const RemoteTask& r) {

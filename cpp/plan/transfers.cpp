@@ -16,15 +16,12 @@ std::vector<Transfer> Plan::transfers() const {
                    g.kv_head_end, tensor, (end - begin) * format.wire_bytes(), g.round});
   };
   for (const Group& g : arrangement.groups) {
-    if (g.num_arena_blocks == 0) continue;
-    for (const Placement& p : layout_->key_placements(g.document)) {
-      const int64_t begin = std::max(p.begin, g.kv_begin), end = std::min(p.end, g.kv_end);
-      if (p.rank == g.server || begin >= end) continue;
-      for (TensorKind tensor : {TensorKind::kK, TensorKind::kV}) {
-        add(Phase::kForward, Direction::kIn, tensor, p.rank, g, p.document, begin, end);
-        if (!g.is_retained()) add(Phase::kBackward, Direction::kIn, tensor, p.rank, g, p.document, begin, end);
-      }
-    }
+    for_each_source(*layout_, arrangement.arena_blocks_of(g), g, options_.key_block_rows, [&](const Placement& rows) {
+      for (TensorKind tensor : {TensorKind::kK, TensorKind::kV})
+        for (Phase phase : kPhases)
+          if (phase == Phase::kForward || !g.is_retained())
+            add(phase, Direction::kIn, tensor, rows.rank, g, rows.document, rows.begin, rows.end);
+    });
   }
   for (const RemoteTask& r : arrangement.remote) {
     const Task& t = draft_.tasks[r.task];

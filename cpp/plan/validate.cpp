@@ -216,7 +216,8 @@ class Validator {
                  "group ", index, " (document ", g.document, "): its key blocks");
       check_plan(g.task_begin == next_task && g.task_end >= next_task && g.task_end <= count(view_.tasks()), "group ",
                  index, ": its tasks");
-      check_plan(inside(g.num_arena_blocks, 0, g.num_blocks), "group ", index, ": its arena blocks");
+      check_plan(g.num_arena_blocks >= 0 && g.num_arena_blocks <= count(view_.blocks()), "group ", index,
+                 ": its arena blocks");
       const int64_t arena_rows = g.num_arena_blocks * h().key_block_rows;
       if (arena_rows > 0) {
         check_extent("group", Phase::kForward, Direction::kIn, TensorKind::kK, g, g.forward_k, arena_rows);

@@ -101,6 +101,7 @@ class Simulation:
         """Groups and their tasks, blocks and gradients follow one another, and local ones come first."""
         tables = self.slices[rank]
         next_task = next_block = next_grad = 0
+        pools: dict[tuple[int, int], tuple[set[int], GroupEntry]] = {}
         for index, group in enumerate(tables.groups):
             assert 0 <= group.kv_head_begin < group.kv_head_end <= self.heads.kv
             assert group.first_block == group.kv_begin // 64
@@ -113,9 +114,16 @@ class Simulation:
             assert group.kv_begin == min(task.kv_begin for task in tasks)
             assert group.kv_end == max(task.kv_end for task in tasks)
             entries = [block.entry for block in tables.blocks[group.block_begin : next_block]]
-            arena_blocks = [entry // 2 // 64 for entry in entries if entry % 2]
-            assert arena_blocks == list(range(group.num_arena_blocks))
+            arena_blocks = {entry // 2 // 64 for entry in entries if entry % 2}
+            assert bool(arena_blocks) == (group.num_arena_blocks > 0)
+            if arena_blocks:  # of a pool that groups of one tree share
+                places, first = pools.setdefault((group.forward_k, group.forward_v), (set(), group))
+                assert (first[13:18], heads_of(first)) == (group[13:18], heads_of(group))
+                assert first == group or self.layout.branches
+                places |= arena_blocks
             assert (group.round == -1) == (index < tables.header.num_local_groups)
+        for places, group in pools.values():
+            assert places == set(range(group.num_arena_blocks))
         rounds = [group.round for group in tables.groups if group.round >= 0]
         assert rounds == sorted(rounds) and set(rounds) == set(range(len(set(rounds)))) and len(set(rounds)) <= ROUNDS
         assert (next_task, next_block, next_grad) == (len(tables.tasks), len(tables.blocks), len(tables.grads))
