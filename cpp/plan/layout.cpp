@@ -188,6 +188,19 @@ int64_t Layout::parent(int64_t branch) const {
   return std::ranges::lower_bound(branches_, branch, {}, &Branch::document)->parent;
 }
 
+int64_t Layout::shared_rows(int64_t a, int64_t b) const {
+  if (tree(a) != tree(b)) return 0;
+  int64_t shared = std::min(document_lengths_[static_cast<size_t>(a)], document_lengths_[static_cast<size_t>(b)]);
+  // First rows of what a document branches off are lower and lower. The one with the higher first row is therefore not
+  // what the other one branches off.
+  while (a != b) {
+    int64_t& further = first_row(a) >= first_row(b) ? a : b;
+    shared = std::min(shared, first_row(further));
+    further = parent(further);
+  }
+  return shared;
+}
+
 std::span<const Placement> Layout::key_placements(int64_t document) const {
   if (first_row(document) == 0) return placements(document);
   const size_t first = first_key_placement_[static_cast<size_t>(document)];

@@ -106,6 +106,8 @@ class DISTCA_EXPORT Layout {
   /// The document that all documents with which this one shares rows branch off, over however many others. It stands
   /// for all of them.
   int64_t tree(int64_t document) const { return branches_.empty() ? document : trees_[static_cast<size_t>(document)]; }
+  /// How many first rows two documents have in common; all if they are one document.
+  int64_t shared_rows(int64_t a, int64_t b) const;
   /// Whether rows of the document see those of another one, or the other way round.
   bool shares_rows(int64_t document) const {
     return has_branches() && (first_row(document) > 0 || readers_of(document).size() > 1);
