@@ -50,7 +50,7 @@ struct Scores {
 /// Where the gradients of key/value rows [begin, end) of a document are written, in `dtype`. Rows are counted from
 /// `begin`. dk has the group's kv_heads heads of dim elements, dv as many of v_dim. What documents share has one place:
 /// the first of its groups writes there, and those after it add, in the order of the problem and in fp32. They name the
-/// same rows and heads.
+/// same rows or some of them, and the same heads.
 struct KeyGradRun {
   int64_t begin = 0;
   int64_t end = 0;

@@ -99,7 +99,7 @@ struct CpuAttention::State {
   size_t num_whole = 0;     // units that are computed whole
   int64_t most_cost = 0;    // the largest cost of such a unit
   struct Place {
-    const std::byte* data;
+    const std::byte *begin, *end;
     int64_t waves;  // that have written there, or added
   };
   std::vector<Place> places;  // of key gradients, where units come by waves
@@ -123,12 +123,22 @@ struct CpuAttention::State {
     const auto is_added = [](const KeyGradRun& run) { return run.is_added; };
     if (std::ranges::none_of(problem.groups, [&](const KeyGroup& g) { return std::ranges::any_of(g.grads, is_added); }))
       return;
+    // Runs that lie over each other, directly or by others still, are one place.
     places.clear();
     for (const KeyGroup& group : problem.groups)
-      for (const KeyGradRun& run : group.grads) places.push_back({run.dk.data, 0});
-    std::ranges::sort(places, std::less(), &Place::data);
+      for (const KeyGradRun& run : group.grads)
+        places.push_back({run.dk.data, run.dk.data + (run.end - run.begin) * run.dk.row_stride, 0});
+    std::ranges::sort(places, std::less(), &Place::begin);
+    size_t last = 0;
+    for (size_t i = 1; i < places.size(); ++i) {
+      if (places[i].begin < places[last].end)
+        places[last].end = std::max(places[last].end, places[i].end);
+      else
+        places[++last] = places[i];
+    }
+    places.resize(std::min(places.size(), last + 1));
     const auto place_of = [&](const KeyGradRun& run) {
-      return std::ranges::lower_bound(places, run.dk.data, std::less(), &Place::data);
+      return std::prev(std::ranges::upper_bound(places, run.dk.data, std::less(), &Place::begin));
     };
     for (auto unit = units.begin(); unit != units.end();) {
       const KeyGroup& group = call.group_of(*unit);

@@ -344,8 +344,8 @@ class Arranger {
     }
   }
 
-  /// Cuts the rows of one document and head range wherever the keys of a group begin or end. All rows between two
-  /// neighbouring cuts have the same groups, which come by server.
+  /// Cuts the rows of one document and head range where other groups begin to contribute. What further groups of a
+  /// server add to the contribution of its first one makes no cut.
   void split_key_gradients(int64_t document, std::span<const Seeing> groups) {
     cuts_.clear();
     for (const Seeing& s : groups) {
@@ -354,59 +354,101 @@ class Arranger {
     }
     std::sort(cuts_.begin(), cuts_.end());
     for (const Placement& p : layout_.placements(document)) {
+      Contributions all;
       for (int64_t row = p.begin; row < p.end;) {
         const int64_t end = std::min(p.end, *std::upper_bound(cuts_.begin(), cuts_.end(), row));
-        add_key_gradients(groups, {document, row, end, p.rank, p.row + (row - p.begin)});
+        Contributions next = contributions_to(groups, {document, row, end, p.rank, p.row + (row - p.begin)});
+        if (all.goes_on_in(next)) {
+          all.rows.end = end;
+        } else {
+          add_key_gradients(groups, all);
+          all = std::move(next);
+        }
         row = end;
       }
+      add_key_gradients(groups, all);
     }
   }
 
-  /// Adds the gradients of rows that are seen by the same groups. What several groups of a server contribute is one
-  /// contribution of it, in fp32, unless contributions travel in the dtype of the heads.
-  void add_key_gradients(std::span<const Seeing> groups, const Placement& rows) {
-    const size_t first = drafts_.size();
-    size_t of_server = first, contributions = 0, own = drafts_.max_size();  // of_server: the server's first one
+  /// Rows of which the same groups write contributions. Others may add to these.
+  struct Contributions {
+    Placement rows;
+    std::vector<Seeing> writers;  // by server
+    bool is_sum = false;          // whether several groups contribute
+
+    bool goes_on_in(const Contributions& next) const {
+      const auto group_of = [](const Seeing& s) { return s.group; };
+      return !writers.empty() && is_sum == next.is_sum &&
+             std::ranges::equal(writers, next.writers, {}, group_of, group_of);
+    }
+  };
+
+  /// What several groups of a server contribute is one contribution of it, in fp32, unless contributions travel in the
+  /// dtype of the heads.
+  Contributions contributions_to(std::span<const Seeing> groups, const Placement& rows) const {
+    Contributions found{rows, {}};
+    int64_t last = -1;  // server
     for (const Seeing& s : groups) {
       const Group& g = a_.groups[s.group];
       if (g.kv_begin > rows.begin || rows.end > s.end) continue;
-      const bool is_own = g.server == rows.rank;
-      if (drafts_.size() == first || a_.groups[drafts_.back().group].server != g.server) of_server = drafts_.size();
-      if (is_own) own = of_server;
-      KeyGradient gradient;
+      if (g.server != last || (options_.reduces_narrow() && g.server != rows.rank)) found.writers.push_back(s);
+      found.is_sum = last >= 0;
+      last = g.server;
+    }
+    return found;
+  }
+
+  /// Adds the gradients of rows to which the same groups contribute.
+  void add_key_gradients(std::span<const Seeing> groups, const Contributions& of) {
+    const Placement& rows = of.rows;
+    const auto draft = [&](const Seeing& s, GradTarget target) -> KeyGradient& {
+      KeyGradient& gradient = drafts_.emplace_back();
       gradient.group = s.group;
       gradient.document = rows.document;
       gradient.begin = rows.begin;
       gradient.end = rows.end;
       gradient.home = rows.rank;
       gradient.home_row = rows.row;
-      gradient.target = is_own ? GradTarget::kReturned : GradTarget::kArena;
-      if (of_server < drafts_.size() && (is_own || !options_.reduces_narrow())) {
-        KeyGradient& written = drafts_[of_server];
-        if (written.place < 0) written.place = num_places_++;
-        written.last_round = g.round;  // groups of a server come by round
-        gradient.target = GradTarget::kAdded;
-        gradient.place = written.place;
-      } else {
-        gradient.last_round = g.round;
-        ++contributions;
-      }
-      drafts_.push_back(gradient);
-    }
-    if (drafts_.size() - first < 2) return;
-    const Group& g = a_.groups[drafts_[first].group];
-    for (size_t i = first; i < drafts_.size(); ++i) {
-      KeyGradient& gradient = drafts_[i];
-      gradient.sum = static_cast<int64_t>(a_.sums.size());
-      // What starts a sum at its home is in fp32, as the sum is. All terms that are added have one dtype.
-      if (!gradient.is_added())
-        gradient.target = options_.reduces_narrow() && i != own ? GradTarget::kArena : GradTarget::kPartial;
+      gradient.target = target;
+      gradient.last_round = a_.groups[s.group].round;
+      return gradient;
+    };
+    const auto is_own = [&](const Seeing& s) { return a_.groups[s.group].server == rows.rank; };
+    if (!of.is_sum) {
+      for (const Seeing& s : of.writers) draft(s, is_own(s) ? GradTarget::kReturned : GradTarget::kArena);
+      return;
     }
     // The home's own contribution goes straight into the sum. Without one, the first contribution that arrives does.
-    const bool has_own = own < drafts_.size();
-    drafts_[has_own ? own : first].is_first = true;
-    a_.sums.push_back({rows.rank, has_own && contributions == 1, rows.row, rows.end - rows.begin, g.kv_head_begin,
-                       g.kv_head_end, -1, -1});
+    const auto own = std::ranges::find_if(of.writers, is_own);
+    const Seeing& starts = own == of.writers.end() ? of.writers.front() : *own;
+    const Group& g = a_.groups[starts.group];
+    const auto sum = std::ssize(a_.sums);
+    a_.sums.push_back({rows.rank, is_own(starts) && of.writers.size() == 1, rows.row, rows.end - rows.begin,
+                       g.kv_head_begin, g.kv_head_end, -1, -1});
+    auto next = groups.begin();
+    for (const Seeing& s : of.writers) {
+      // What starts a sum at its home is in fp32, as the sum is. All terms that are added have one dtype.
+      const bool narrow = options_.reduces_narrow() && !is_own(s);
+      const size_t written = drafts_.size();
+      KeyGradient& gradient = draft(s, narrow ? GradTarget::kArena : GradTarget::kPartial);
+      gradient.sum = sum;
+      gradient.is_first = &s == &starts;
+      gradient.place = num_places_++;
+      if (narrow) continue;
+      while (next->group != s.group) ++next;
+      const int64_t server = a_.groups[s.group].server;
+      for (++next; next != groups.end() && a_.groups[next->group].server == server; ++next) {
+        const int64_t begin = std::max(rows.begin, a_.groups[next->group].kv_begin);
+        const int64_t end = std::min(rows.end, next->end);
+        if (begin >= end) continue;
+        KeyGradient& added = draft(*next, GradTarget::kAdded);
+        added.begin = begin;
+        added.end = end;
+        added.sum = sum;
+        added.place = drafts_[written].place;
+        drafts_[written].last_round = added.last_round;  // groups of a server come by round
+      }
+    }
   }
 
   void order_gradients() {
@@ -443,12 +485,18 @@ class Arranger {
       s.dk = extent(s.home, TensorKind::kDkPartial, heads, s.num_rows);
       s.dv = extent(s.home, TensorKind::kDvPartial, heads, s.num_rows);
     }
-    std::vector<std::pair<int64_t, int64_t>> places(static_cast<size_t>(num_places_));
+    std::vector<const KeyGradient*> places(static_cast<size_t>(num_places_));
     for (KeyGradient& g : a_.gradients) {
       const Group& group = a_.groups[g.group];
       if (g.target == GradTarget::kReturned) continue;
       if (g.is_added()) {
-        std::tie(g.dk, g.dv) = places[static_cast<size_t>(g.place)];
+        const KeyGradient& written = *places[static_cast<size_t>(g.place)];
+        const auto rows_before = [&](TensorKind kind) {
+          return (g.begin - written.begin) *
+                 format(Phase::kBackward, Direction::kOut, kind, group.num_kv_heads()).row_stride();
+        };
+        g.dk = written.dk + rows_before(TensorKind::kDkPartial);
+        g.dv = written.dv + rows_before(TensorKind::kDvPartial);
         continue;
       }
       if (group.server == g.home) {
@@ -460,7 +508,7 @@ class Arranger {
         g.dk = extent(group.server, g.dk_kind(), heads, rows);
         g.dv = extent(group.server, g.dv_kind(), heads, rows);
       }
-      if (g.place >= 0) places[static_cast<size_t>(g.place)] = {g.dk, g.dv};
+      if (g.place >= 0) places[static_cast<size_t>(g.place)] = &g;
     }
   }
 
@@ -517,7 +565,7 @@ class Arranger {
   std::map<std::pair<int64_t, int64_t>, int64_t> pools_;
   std::map<std::tuple<int64_t, int64_t, int64_t>, int64_t> placed_;
   std::vector<KeyGradient> drafts_;
-  int64_t num_places_ = 0;  // that several groups of a server share
+  int64_t num_places_ = 0;  // of contributions
   std::vector<Seeing> by_heads_;
   std::vector<int64_t> cuts_;
 };

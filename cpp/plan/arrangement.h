@@ -46,8 +46,8 @@ inline bool is_whole_at_home(const Layout& layout, const HeadShape& heads, const
          layout.placements(t.document).size() == 1 && !layout.shares_rows(t.document);
 }
 
-/// Key blocks [begin, end) of a group, counted from the start of the document, that lie in its server's arena: one after
-/// another from block `place` of the group's pool on.
+/// Key blocks [begin, end) of a group, counted from the start of the document, that lie in its server's arena: one
+/// after another from block `place` of the group's pool on.
 struct ArenaBlocks {
   int64_t begin = 0, end = 0;
   int64_t place = 0;
@@ -101,8 +101,8 @@ struct KeyGradient {
   int64_t round = 0;
   int64_t sum = -1;        // index of the sum that it is added to; -1 if this group alone contributes
   bool is_first = false;   // whether it is the first term of that sum
-  int64_t place = -1;      // index of the places that several groups of the server share; -1 if there are none
-  int64_t last_round = 0;  // of the groups that contribute here: the last one's
+  int64_t place = -1;      // number of the contribution of which it is a term
+  int64_t last_round = 0;  // of the groups that add to it: the last one's
 
   /// Whether it is added to what an earlier group of its server has written. Then that one travels, and this does not.
   bool is_added() const { return target == GradTarget::kAdded; }
@@ -129,7 +129,7 @@ struct ArenaBytes {
 };
 
 struct Arrangement {
-  std::vector<Group> groups;           // sorted by server and round; a server's local groups come first
+  std::vector<Group> groups;              // sorted by server and round; a server's local groups come first
   std::vector<ArenaBlocks> arena_blocks;  // by group
   std::vector<KeyPool> pools;
   std::vector<RemoteTask> remote;      // by group

@@ -278,15 +278,17 @@ void Checker::add_gradients(std::vector<Move>& results, const std::vector<Move>&
         const int64_t document = document_of(g.document, r.begin);
         check_plan(document == document_of(g.document, r.end - 1), "gradients of rows [", r.begin, ", ", r.end,
                    ") are of several documents");
-        const auto [at, is_new] = written.try_emplace({tensor, offset}, OwnTerm{m, document, r.begin});
         if (r.target != static_cast<int64_t>(GradTarget::kAdded)) {
+          const bool is_new = written.try_emplace({tensor, offset}, OwnTerm{m, document, r.begin}).second;
           check_plan(is_new, "gradients of rows [", r.begin, ", ", r.end, ") are written where others lie");
           continue;
         }
-        OwnTerm& first = at->second;
-        check_plan(!is_new && first.move.part == m.part && first.document == document && first.begin == r.begin,
+        const auto after = written.upper_bound({tensor, offset});
+        OwnTerm* const place = after == written.begin() ? nullptr : &std::prev(after)->second;
+        check_plan(place != nullptr &&
+                       place->adds(m, document, r.begin, stride(Phase::kBackward, Direction::kOut, kind, m.part)),
                    "gradients of rows [", r.begin, ", ", r.end, ") are added to those of other rows");
-        first.move.after = g.round;  // groups come by round
+        place->move.after = g.round;  // groups come by round
       }
     }
   }

@@ -115,8 +115,8 @@ class Checker {
   void check_groups() const;
 
   /// Checks that a block whose visible keys lie in one segment of this rank is read there. All other blocks follow one
-  /// another in the arena, but for whole blocks that an earlier group of the pool has there; rows of them that this rank
-  /// has are copied there.
+  /// another in the arena, but for whole blocks that an earlier group of the pool has there; rows of them that this
+  /// rank has are copied there.
   void check_blocks();
 
   /// Whether two groups whose keys begin at one offset may share what lies there.
@@ -194,6 +194,15 @@ class Checker {
   struct OwnTerm {
     Move move;
     int64_t document, begin;
+
+    /// Whether gradients of rows of a document, from `first` on, may be added to these: they are of the same rows where
+    /// both lie. Rows are `stride` bytes apart.
+    bool adds(const Move& term, int64_t of_document, int64_t first, int64_t stride) const {
+      const int64_t before = first - begin;
+      return term.tensor == move.tensor && of_document == document && before >= 0 &&
+             before + term.part.num_rows <= move.part.num_rows && term.offset - move.offset == before * stride &&
+             term.part.kv_head_begin == move.part.kv_head_begin && term.part.kv_head_end == move.part.kv_head_end;
+    }
   };
 
   /// Takes the own term at this offset away. Returns whether there is one; checks that it is of the rows of `sum`.

@@ -126,7 +126,7 @@ enum class GradTarget : int64_t {
   kReturned = 0,  // the tensor that backward returns, in the input dtype, at `row`
   kArena = 1,     // scratch in the input dtype, which is sent to the home, another rank
   kPartial = 2,   // scratch in fp32: this server's contribution, which is sent to another rank, or a sum of this home
-  kAdded = 3,     // added to what an earlier group of this server has written as kPartial: the same rows and offsets
+  kAdded = 3,     // added to what an earlier group of this server has written as kPartial, of these rows and others
 };
 /// Key gradients of document rows [begin, end) that this server computes.
 struct GradRow {

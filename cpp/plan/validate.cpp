@@ -277,10 +277,12 @@ class Validator {
       }
       check_plan(r.target > 0 && r.target <= static_cast<int64_t>(GradTarget::kAdded), "gradient target ", r.target);
       const bool narrow = r.target == static_cast<int64_t>(GradTarget::kArena);
+      // What is added goes into the middle of an extent: aligned to eight floats only.
+      const int64_t alignment = r.target == static_cast<int64_t>(GradTarget::kAdded) ? 32 : kExtentAlignment;
       check_extent("gradient", Phase::kBackward, Direction::kOut, narrow ? TensorKind::kDk : TensorKind::kDkPartial, g,
-                   r.dk, r.end - r.begin);
+                   r.dk, r.end - r.begin, alignment);
       check_extent("gradient", Phase::kBackward, Direction::kOut, narrow ? TensorKind::kDv : TensorKind::kDvPartial, g,
-                   r.dv, r.end - r.begin);
+                   r.dv, r.end - r.begin, alignment);
     }
     check_plan(next == g.kv_end, "group ", index, ": its gradients end at row ", next, " of ", g.kv_end);
   }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <map>
 #include <numeric>
 #include <tuple>
@@ -213,14 +214,17 @@ bool find_families(const Problem& problem, WorkList& list) {
     while (list.families[static_cast<size_t>(group)] != group) group = list.families[static_cast<size_t>(group)];
     return group;
   };
-  list.owners.clear();
+  list.memory.clear();
   for (size_t g = 0; g < problem.groups.size(); ++g)
     for (const KeyGradRun& run : problem.groups[g].grads)
-      list.owners.emplace_back(run.dk.data, static_cast<int32_t>(g));
-  std::ranges::sort(list.owners);
-  for (size_t i = 1; i < list.owners.size(); ++i) {
-    if (list.owners[i].first != list.owners[i - 1].first) continue;
-    const int32_t a = family_of(list.owners[i - 1].second), b = family_of(list.owners[i].second);
+      list.memory.push_back(
+          {run.dk.data, run.dk.data + (run.end - run.begin) * run.dk.row_stride, static_cast<int32_t>(g)});
+  std::ranges::sort(list.memory, std::less(), &WorkList::GradMemory::begin);
+  for (size_t i = 1; i < list.memory.size(); ++i) {
+    WorkList::GradMemory &before = list.memory[i - 1], &here = list.memory[i];
+    if (here.begin >= before.end) continue;
+    here.end = std::max(here.end, before.end);
+    const int32_t a = family_of(before.group), b = family_of(here.group);
     list.families[static_cast<size_t>(std::max(a, b))] = std::min(a, b);
   }
   for (size_t g = 0; g < problem.groups.size(); ++g) list.families[g] = family_of(static_cast<int32_t>(g));

@@ -45,10 +45,14 @@ struct WorkList {
   std::vector<int32_t> costs;
   std::vector<int32_t> places;
   // Where groups add to the same key gradients, and for the same reason: the first item of each group, the first group
-  // that shares gradients with each, and, by a group's memory of gradients, the group that is first there.
+  // that shares gradients with each, and the memory of gradients with the group that has it.
+  struct GradMemory {
+    const std::byte *begin, *end;
+    int32_t group;
+  };
   std::vector<size_t> first_item;
   std::vector<int32_t> families;
-  std::vector<std::pair<const std::byte*, int32_t>> owners;
+  std::vector<GradMemory> memory;
   /// Everything but the pointers, of which there is the one to `bidirectional` here.
   KernelParams params;
 };

@@ -267,8 +267,16 @@ void place_group(const PlacedCase& of, const std::vector<Range>& tasks, int64_t 
   auto& runs = p.runs.emplace_back();
   for (GradPlace& place : places) {
     if (place.run.begin < keys.begin || place.run.end > keys.end) continue;
-    runs.push_back(place.run);
-    runs.back().is_added = std::exchange(place.is_written, true);
+    attention::KeyGradRun run = place.run;
+    run.is_added = std::exchange(place.is_written, true);
+    if (const int64_t rows = run.end - run.begin; run.is_added && rows > 1 && pick(random, 0, 1) == 0) {
+      const int64_t first = pick(random, 1, rows - 1);  // what is added may be cut
+      runs.push_back(run);
+      runs.back().end = run.begin += first;
+      run.dk = run.dk.from_row(first);
+      run.dv = run.dv.from_row(first);
+    }
+    runs.push_back(run);
   }
   group.grads = runs;
 

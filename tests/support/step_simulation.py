@@ -299,11 +299,18 @@ class Simulation:
             rows = self._owners(group.document, grad.begin, grad.end)
             for (document, row), head in itertools.product(rows, range(*kv_heads)):
                 self.contributors.setdefault((document, row, head), []).append((server, group.document))
-            if grad.target == ADDED:  # to what an earlier group has written
-                assert self.written_here[server][grad.dk, grad.dv] == (kv_heads, rows)
-                for place in (("dk_partial", grad.dk), ("dv_partial", grad.dv)):
-                    if place in self.results[server]:
-                        self.after[server][place] = number
+            if grad.target == ADDED:  # to what an earlier group has written, of these rows and others
+                [(dk, dv)] = [
+                    place
+                    for place, (heads, written) in self.written_here[server].items()
+                    if heads == kv_heads and rows[0] in written
+                ]
+                first = self.written_here[server][dk, dv][1].index(rows[0])
+                assert self.written_here[server][dk, dv][1][first : first + len(rows)] == rows
+                for tensor, at, offset in (("dk_partial", dk, grad.dk), ("dv_partial", dv, grad.dv)):
+                    assert offset - at == first * self._stride(kv_heads, BACKWARD, True, tensor)
+                    if (tensor, at) in self.results[server]:
+                        self.after[server][tensor, at] = number
                 continue
             if grad.target == RETURNED:
                 assert self.home_rows[server][grad.row : grad.row + len(rows)] == rows
