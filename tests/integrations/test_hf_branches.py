@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 import transformers
+from families import tiny
 from families.cases import CASES
 from families.reference import loss_of, run
 from families.shared_rows import OWN, TREE, found, rows_of
@@ -75,3 +76,47 @@ def test_a_model_s_own_loss_takes_branches_whose_own_rows_are_whole() -> None:
 
     with loopback_group(plan) as contexts:
         assert sum(on_all_ranks(contexts, work)) == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gpt_oss", "gemma2"])
+def test_a_model_on_noised_blocks_has_the_logits_of_transformers_under_the_mask_of_block_diffusion(name: str) -> None:
+    """Clean rows and noised ones of three documents on two ranks, against eager attention with a mask of four dims."""
+    case, rows = CASES[name], 8
+    clean = distca.Layout([[(0, 0, 30)], [(0, 30, 41), (1, 0, 20), (2, 0, 5)]])
+    layout = clean.block_diffusion(rows)
+    kinds = [
+        (document, row, noised)
+        for rank in range(2)
+        for noised in (False, True)
+        for document, begin, end in clean.segments(rank)
+        for row in range(begin, end)
+    ]
+    document, position, noised = (torch.tensor(of_rows) for of_rows in zip(*kinds, strict=True))
+    block, other = position[:, None] // rows, position[None] // rows
+    sees = (document[:, None] == document[None]) & torch.where(
+        noised[:, None], torch.where(noised[None], block == other, other < block), ~noised[None] & (other <= block)
+    )
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(2, tiny.VOCABULARY, (len(kinds),), generator=generator)
+    models = [case.model("distca").eval() for _ in range(2)]
+    config = models[0].config
+    plans = distca.plans(layout, hf.heads_of(config, torch.float32), windows=hf.windows_of(config))
+    near = position[None] > position[:, None] - (getattr(config, "sliding_window", None) or 100)
+    full, sliding = (
+        torch.zeros(1, 1, *sees.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+        for seen in (sees, sees & near)
+    )
+    mask = full if len(plans) == 1 else {"full_attention": full, "sliding_attention": sliding}
+    with torch.no_grad():
+        right = run(case.model("eager").eval(), ids, position_ids=position[None], attention_mask=mask).logits[0]
+
+    def work(rank: int, context: distca.Context) -> torch.Tensor:
+        begin = sum(layout.num_rows(r) for r in range(rank))
+        mine = slice(begin, begin + layout.num_rows(rank))
+        with torch.no_grad():
+            return run(models[rank], ids[mine], position_ids=layout.position_ids(rank)[None],
+                       plan=plans.for_rank(rank), distca_context=context).logits[0]  # fmt: skip
+
+    with loopback_group(list(plans.values())) as contexts:
+        logits = torch.cat(on_all_ranks(contexts, work))
+    torch.testing.assert_close(logits, right, rtol=1e-4, atol=1e-4)

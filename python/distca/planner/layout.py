@@ -308,6 +308,35 @@ class Layout:
         layout._longest_of_whole = self._longest_of_whole
         return layout
 
+    def block_diffusion(self, rows: int) -> Layout:
+        """Each rank's rows and, after them, the same rows once more in the same order, noised, with the mask of block
+        diffusion language models (BD3-LM, arXiv 2503.09573).
+
+        Documents are cut into blocks of `rows` from their first row on. A row of a document sees its own block and all
+        before it. A noised row sees the noised rows of its block, and the document's rows of all blocks before that
+        one. A rank's tokens are ``torch.cat([clean, noised])``; `position_ids` are those of the document in both.
+
+        The noised blocks are documents of their own, numbered after the layout's documents: branches (`Layout`) with
+        bidirectional rows.
+
+        Args:
+            rows: rows of a block. The last block of a document may have fewer.
+
+        Raises:
+            InvalidArgumentError: `rows` is no positive integer, or documents share rows or have bidirectional ones
+                already.
+
+        Examples:
+            >>> layout = distca.Layout.from_documents([[5], [2]]).block_diffusion(2)
+            >>> layout.segments(0), layout.segments(1)
+            ([(0, 0, 5), (2, 0, 2), (3, 2, 4), (4, 4, 5)], [(1, 0, 2), (5, 0, 2)])
+            >>> layout.branches
+            {3: 0, 4: 0}
+        """
+        from distca.planner.block_diffusion import block_diffusion
+
+        return block_diffusion(self, rows)
+
     def chunked(self, rows: int) -> Layout:
         """The same rows, where each chunk of a document is a document: for layers whose rows see their chunk alone.
 

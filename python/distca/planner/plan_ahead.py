@@ -46,6 +46,9 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
     With `segments`, `branches(batch) -> {document: other}` says which documents share their first rows with which
     other ones (`Layout`, argument `branches`). Of a branch at least one rank tells it.
 
+    `transform` is what every rank makes of a step's layout before it plans, the same on all, such as
+    ``lambda layout: layout.block_diffusion(32)``.
+
     With `lengths` and `segments` loaders may end at different steps: a rank whose loader has ended gets `(None, plan)`,
     in which it has no rows, until all loaders have ended. `idle_rows` gives it rows of padding instead, for models that
     cannot take an empty tensor.
@@ -77,6 +80,7 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
         segments: Segments | None = None,
         bidirectional: Bidirectional = None,
         branches: Branches = None,
+        transform: Callable[[Layout], Layout] | None = None,
         group: dist.ProcessGroup | None = None,
         rank: int | None = None,
         idle_rows: int = 0,
@@ -96,6 +100,7 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
         segments: Segments | None = None,
         bidirectional: Bidirectional = None,
         branches: Branches = None,
+        transform: Callable[[Layout], Layout] | None = None,
         group: dist.ProcessGroup | None = None,
         rank: int | None = None,
         idle_rows: int = 0,
@@ -114,6 +119,7 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
         segments: Segments | None = None,
         bidirectional: Bidirectional = None,
         branches: Branches = None,
+        transform: Callable[[Layout], Layout] | None = None,
         group: dist.ProcessGroup | None = None,
         rank: int | None = None,
         idle_rows: int = 0,
@@ -141,7 +147,8 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
             if windows is None
             else functools.partial(plans, heads=heads, rank=rank, windows=list(windows), **plan_options)
         )
-        super().__init__(None if self._telling is None else Exchange(group), cast(Callable[[Layout], Planned], make))
+        made = make if transform is None else lambda layout: make(transform(layout))
+        super().__init__(None if self._telling is None else Exchange(group), cast(Callable[[Layout], Planned], made))
 
     def _steps(self) -> Steps[Batch | None, Layout]:
         if self._layout is not None:
