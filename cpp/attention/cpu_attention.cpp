@@ -5,6 +5,7 @@
 
 #include "attention/attention.h"
 #include "attention/cpu_kernel.h"
+#include "attention/families.h"
 #include "common/error.h"
 
 namespace distca::attention {
@@ -98,11 +99,8 @@ struct CpuAttention::State {
   std::vector<Unit> units;  // of all batches, after those that are computed whole
   size_t num_whole = 0;     // units that are computed whole
   int64_t most_cost = 0;    // the largest cost of such a unit
-  struct Place {
-    const std::byte *begin, *end;
-    int64_t waves;  // that have written there, or added
-  };
-  std::vector<Place> places;  // of key gradients, where units come by waves
+  Families families;
+  std::vector<int64_t> waves;  // of each family: the number that there are so far
   std::vector<WorkItem> items;
   std::vector<Buffer> scratch;  // one for each worker
   Buffer memory;
@@ -120,32 +118,13 @@ struct CpuAttention::State {
   /// Like start, for backward. Units come by waves, each of which adds to the key gradients of those before.
   void start_backward(const Problem& problem) {
     start(problem, backward_unit_floats);
-    const auto is_added = [](const KeyGradRun& run) { return run.is_added; };
-    if (std::ranges::none_of(problem.groups, [&](const KeyGroup& g) { return std::ranges::any_of(g.grads, is_added); }))
-      return;
-    // Runs that lie over each other, directly or by others still, are one place.
-    places.clear();
-    for (const KeyGroup& group : problem.groups)
-      for (const KeyGradRun& run : group.grads)
-        places.push_back({run.dk.data, run.dk.data + (run.end - run.begin) * run.dk.row_stride, 0});
-    std::ranges::sort(places, std::less(), &Place::begin);
-    size_t last = 0;
-    for (size_t i = 1; i < places.size(); ++i) {
-      if (places[i].begin < places[last].end)
-        places[last].end = std::max(places[last].end, places[i].end);
-      else
-        places[++last] = places[i];
-    }
-    places.resize(std::min(places.size(), last + 1));
-    const auto place_of = [&](const KeyGradRun& run) {
-      return std::prev(std::ranges::upper_bound(places, run.dk.data, std::less(), &Place::begin));
-    };
+    if (!families.find(problem)) return;
+    waves.assign(problem.groups.size(), 0);
     for (auto unit = units.begin(); unit != units.end();) {
-      const KeyGroup& group = call.group_of(*unit);
-      int64_t wave = 0;
-      for (const KeyGradRun& run : group.grads) wave = std::max(wave, place_of(run)->waves);
-      for (const KeyGradRun& run : group.grads) place_of(run)->waves = wave + 1;
-      for (int64_t head = 0; head < group.kv_heads; ++head) (unit++)->wave = wave;
+      const int64_t group = unit->group;
+      int64_t& next = waves[static_cast<size_t>(families.of(group))];
+      for (; unit != units.end() && unit->group == group; ++unit) unit->wave = next;
+      ++next;
     }
     std::ranges::sort(units, std::less(),
                       [](const Unit& unit) { return std::tuple(unit.wave, unit.group, unit.kv_head); });

@@ -76,8 +76,6 @@ class Arranger {
     for (size_t begin = 0; begin < tasks_.size();) {
       const int64_t server = tasks_[begin].server;
       waiting.clear();
-      pools_.clear();
-      placed_.clear();
       while (begin < tasks_.size() && tasks_[begin].server == server) {
         if (is_whole_at_home(layout_, heads_, tasks_[begin])) {
           ++begin;
@@ -88,6 +86,13 @@ class Arranger {
         begin = g.task_end;
       }
       deal_into_rounds(waiting);
+      // Of what several groups contribute to, the first writes most of it. Others then add in few pieces.
+      if (layout_.has_branches())
+        std::stable_sort(waiting.begin(), waiting.end(), [](const Group& a, const Group& b) {
+          return a.round != b.round ? a.round < b.round : a.kv_end > b.kv_end;
+        });
+      pools_.clear();
+      placed_.clear();
       for (Group& g : waiting) add_waiting_group(g);
     }
   }
@@ -127,10 +132,11 @@ class Arranger {
     int64_t bytes = 0, cost = 0;
     size_t group = 0;
   };
-  Weight weight_of(const Group& g, size_t index) const {
+  Weight weight_of(const Group& g, size_t index, bool brings_shared) const {
     const Document document = options_.document(layout_, g.document);
     const int64_t query = format(Phase::kForward, Direction::kIn, TensorKind::kQ, g.num_kv_heads()).wire_bytes();
-    Weight weight = {.bytes = key_bytes_of_others(g), .group = index};
+    Weight weight = {.bytes = key_bytes_of_others(g, brings_shared ? 0 : layout_.first_row(g.document)),
+                     .group = index};
     for (const Task& t : tasks_.subspan(g.task_begin, g.task_end - g.task_begin)) {
       if (t.home != g.server) weight.bytes += t.num_rows() * query;
       weight.cost += options_.cost.cost(document, t.q_begin, t.q_end) * g.num_kv_heads();
@@ -141,13 +147,17 @@ class Arranger {
   /// Deals the groups of a server that need rows of others into rounds of about the same cost, and sorts them by round.
   /// While the server computes a round, rows of the next one travel, and results of the one before. Groups of few bytes
   /// come first and last, because nothing hides the rows of the first round and the results of the last one.
-  void deal_into_rounds(std::vector<Group>& waiting) const {
+  void deal_into_rounds(std::vector<Group>& waiting) {
     if (waiting.size() < 2) return;
     std::vector<Weight> by_bytes;
     int64_t bytes = 0;
     __int128 cost = 0;
+    pools_.clear();
     for (const Group& g : waiting) {
-      by_bytes.push_back(weight_of(g, by_bytes.size()));
+      // Of the groups that share keys, one brings them.
+      const bool brings_shared =
+          !shares_keys(g) || pools_.try_emplace({layout_.tree(g.document), g.kv_head_begin}, 0).second;
+      by_bytes.push_back(weight_of(g, by_bytes.size(), brings_shared));
       bytes += by_bytes.back().bytes;
       cost += by_bytes.back().cost;
     }
@@ -243,11 +253,11 @@ class Arranger {
     return std::ssize(a_.pools) - 1;
   }
 
-  /// Bytes of the group's keys and values that lie on other ranks, in a phase.
-  int64_t key_bytes_of_others(const Group& g) const {
+  /// Bytes of the group's keys and values from a row on that lie on other ranks, in a phase.
+  int64_t key_bytes_of_others(const Group& g, int64_t first_row) const {
     int64_t bytes = 0;
     for (const Placement& p : layout_.key_placements(g.document)) {
-      const int64_t rows = std::min(p.end, g.kv_end) - std::max(p.begin, g.kv_begin);
+      const int64_t rows = std::min(p.end, g.kv_end) - std::max({p.begin, g.kv_begin, first_row});
       if (p.rank == g.server || rows <= 0) continue;
       for (TensorKind kind : {TensorKind::kK, TensorKind::kV})
         bytes += rows * format(Phase::kBackward, Direction::kIn, kind, g.num_kv_heads()).wire_bytes();
@@ -263,7 +273,7 @@ class Arranger {
     // the order of tasks decides, because rounds must not decide what is kept.
     std::vector<std::tuple<int64_t, size_t, uint32_t>> by_bytes;
     for (uint32_t i : a_.groups_of_server[server])
-      if (const int64_t bytes = key_bytes_of_others(a_.groups[i]); bytes > 0)
+      if (const int64_t bytes = key_bytes_of_others(a_.groups[i], 0); bytes > 0)
         by_bytes.emplace_back(-bytes, a_.groups[i].task_begin, i);
     std::sort(by_bytes.begin(), by_bytes.end());
     for (const auto& [minus_saved, first_task, i] : by_bytes) {

@@ -241,13 +241,15 @@ int64_t Scheduler::missing_keys(const Piece& p, const Shard& s, int32_t server) 
   int64_t next = mask.first_key(s.begin);
   const int64_t end = mask.end_key(s.end - 1, length);
   const auto of_document = layout_.placements(document), of_keys = layout_.key_placements(document);
-  if (of_keys.size() == 1 && last_moved_[static_cast<size_t>(layout_.tree(document))] < 0) return end - next;
+  if (of_keys.size() == 1 && last_moved_[static_cast<size_t>(document)] < 0 && !layout_.shares_rows(document))
+    return end - next;
   std::vector<std::pair<int64_t, int64_t>> present;
   // What a document of the same tree brings to the server, or has there.
   const auto add_keys_of = [&](int64_t other, int64_t first_row, int64_t end_row) {
     const auto [rows, other_mask] = options_.document(layout_, other);
-    present.emplace_back(other_mask.first_key(first_row),
-                         std::min(other_mask.end_key(end_row - 1, rows), layout_.shared_rows(document, other)));
+    const int64_t key = other_mask.first_key(first_row);
+    const int64_t end_key = std::min(other_mask.end_key(end_row - 1, rows), layout_.shared_rows(document, other));
+    if (key < end_key) present.emplace_back(key, end_key);
   };
   for (const Placement& q : of_keys.first(of_keys.size() - of_document.size()))
     if (q.rank == server) present.emplace_back(q.begin, q.end);

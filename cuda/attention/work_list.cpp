@@ -2,10 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <functional>
-#include <map>
 #include <numeric>
-#include <tuple>
 #include <utility>
 
 namespace distca::attention::cuda {
@@ -79,7 +76,6 @@ void begin_list(const Problem& problem, TileShape shape, WorkList& list) {
   list.costs.clear();
   list.unsorted.clear();
   list.first_item.clear();
-  list.families.clear();
   KernelParams& p = list.params = KernelParams{};
   p.dim = static_cast<int>(problem.heads.dim);
   p.v_dim = static_cast<int>(problem.heads.v_dim);
@@ -202,42 +198,13 @@ void add_key_items(const KeyGroup& group, int group_index, int keys, WorkList& l
 
 // ---- groups that add to the same key gradients
 
-/// Finds the groups that share gradients with others, directly or by others still: a family. It is named by its first
-/// group. Returns whether there is any.
-bool find_families(const Problem& problem, WorkList& list) {
-  const auto is_added = [](const KeyGradRun& run) { return run.is_added; };
-  if (std::ranges::none_of(problem.groups, [&](const KeyGroup& g) { return std::ranges::any_of(g.grads, is_added); }))
-    return false;
-  list.families.resize(problem.groups.size());
-  std::iota(list.families.begin(), list.families.end(), 0);
-  const auto family_of = [&](int32_t group) {
-    while (list.families[static_cast<size_t>(group)] != group) group = list.families[static_cast<size_t>(group)];
-    return group;
-  };
-  list.memory.clear();
-  for (size_t g = 0; g < problem.groups.size(); ++g)
-    for (const KeyGradRun& run : problem.groups[g].grads)
-      list.memory.push_back(
-          {run.dk.data, run.dk.data + (run.end - run.begin) * run.dk.row_stride, static_cast<int32_t>(g)});
-  std::ranges::sort(list.memory, std::less(), &WorkList::GradMemory::begin);
-  for (size_t i = 1; i < list.memory.size(); ++i) {
-    WorkList::GradMemory &before = list.memory[i - 1], &here = list.memory[i];
-    if (here.begin >= before.end) continue;
-    here.end = std::max(here.end, before.end);
-    const int32_t a = family_of(before.group), b = family_of(here.group);
-    list.families[static_cast<size_t>(std::max(a, b))] = std::min(a, b);
-  }
-  for (size_t g = 0; g < problem.groups.size(); ++g) list.families[g] = family_of(static_cast<int32_t>(g));
-  return true;
-}
-
 /// Raises costs so that items of one block of a family are sorted in the order of its groups, and lets all items of a
 /// family that waits for a signal come last.
 void order_families(const Problem& problem, WorkList& list) {
   std::vector<std::vector<int32_t>> most(problem.groups.size());  // by family and block: the cost of later groups
   std::vector<uint8_t> remote(problem.groups.size());             // by family
   for (size_t g = problem.groups.size(); g-- > 0;) {
-    const auto family = static_cast<size_t>(list.families[g]);
+    const auto family = static_cast<size_t>(list.families.of(static_cast<int64_t>(g)));
     const auto heads = static_cast<size_t>(problem.groups[g].kv_heads);
     const size_t first = list.first_item[g];
     const size_t end = g + 1 < problem.groups.size() ? list.first_item[g + 1] : list.unsorted.size();
@@ -252,20 +219,20 @@ void order_families(const Problem& problem, WorkList& list) {
       for (size_t head = 0; head < heads; ++head) list.costs[first + head * blocks + b] = cost;
     }
   }
-  for (WorkItem& item : list.unsorted)
-    item.remote |= remote[static_cast<size_t>(list.families[static_cast<size_t>(item.group)])];
+  for (WorkItem& item : list.unsorted) item.remote |= remote[static_cast<size_t>(list.families.of(item.group))];
 }
 
 /// Tells each item of a family after which one it stores its gradients.
-void chain_items(WorkList& list) {
-  std::map<std::tuple<int32_t, int, int>, int> last;  // by family, head and block: the last item
+void chain_items(const Problem& problem, WorkList& list) {
+  std::vector<std::vector<int>> last(problem.groups.size());  // by family: of each block and head, the last item
   for (int i = 0; i < static_cast<int>(list.items.size()); ++i) {
     WorkItem& item = list.items[static_cast<size_t>(i)];
-    const int32_t family = list.families[static_cast<size_t>(item.group)];
-    const auto [at, is_first] = last.try_emplace({family, item.kv_head, item.index}, i);
-    if (is_first) continue;
-    item.before = std::exchange(at->second, i);
-    list.items[static_cast<size_t>(item.before)].is_awaited = 1;
+    const auto kv_heads = static_cast<size_t>(problem.groups[static_cast<size_t>(item.group)].kv_heads);
+    const size_t at = static_cast<size_t>(item.index) * kv_heads + static_cast<size_t>(item.kv_head);
+    std::vector<int>& of_family = last[static_cast<size_t>(list.families.of(item.group))];
+    if (of_family.size() <= at) of_family.resize(at + kv_heads, -1);
+    item.before = std::exchange(of_family[at], i);
+    if (item.before >= 0) list.items[static_cast<size_t>(item.before)].is_awaited = 1;
   }
 }
 
@@ -324,10 +291,10 @@ void list_backward(const Problem& problem, std::span<const Signal> signals, Tile
     list.first_item.push_back(list.unsorted.size());
     add_key_items(group, static_cast<int>(g), shape.keys, list);
   }
-  const bool has_families = find_families(problem, list);
+  const bool has_families = list.families.find(problem);
   if (has_families) order_families(problem, list);
   sort_items(list);
-  if (has_families) chain_items(list);
+  if (has_families) chain_items(problem, list);
 }
 
 }  // namespace distca::attention::cuda

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "attention/attention.h"
+#include "attention/families.h"
 #include "attention/tables.h"
 
 namespace distca::attention::cuda {
@@ -44,15 +45,9 @@ struct WorkList {
   std::vector<WorkItem> unsorted;
   std::vector<int32_t> costs;
   std::vector<int32_t> places;
-  // Where groups add to the same key gradients, and for the same reason: the first item of each group, the first group
-  // that shares gradients with each, and the memory of gradients with the group that has it.
-  struct GradMemory {
-    const std::byte *begin, *end;
-    int32_t group;
-  };
+  // The same, where groups add to the same key gradients: the groups' families, and the first item of each group.
+  Families families;
   std::vector<size_t> first_item;
-  std::vector<int32_t> families;
-  std::vector<GradMemory> memory;
   /// Everything but the pointers, of which there is the one to `bidirectional` here.
   KernelParams params;
 };

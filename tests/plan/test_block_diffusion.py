@@ -98,6 +98,14 @@ def test_what_it_cannot_be_made_of_is_an_error() -> None:
         layout.block_diffusion(2).block_diffusion(2)
 
 
+def test_halves_and_joined_layouts_keep_the_longest_document_of_the_whole_layout() -> None:
+    """Some models scale their rotary embeddings by it."""
+    layout = distca.Layout.from_documents([[100, 20, 30, 40]])
+    for half in distca.halves(layout):
+        assert half.layout.block_diffusion(8).longest_document == 100
+    assert distca.Layout.join([(layout, [0])], num_ranks=1).block_diffusion(8).longest_document == 100
+
+
 def test_plan_ahead_makes_it_of_what_ranks_tell() -> None:
     steps = distca.PlanAhead(
         [[5, 3]],
@@ -109,3 +117,18 @@ def test_plan_ahead_makes_it_of_what_ranks_tell() -> None:
     with steps:
         [(_, plan)] = steps
     assert plan.layout.segments(0) == distca.Layout.from_documents([[5, 3]]).block_diffusion(2).segments(0)
+
+
+def test_a_transform_that_is_none_is_an_error_that_names_it() -> None:
+    def ahead(transform: object) -> distca.PlanAhead:
+        return distca.PlanAhead(
+            [[5, 3]], heads=HEADS, layout=lambda n: distca.Layout.from_documents([n]), transform=transform, rank=0
+        )
+
+    with pytest.raises(distca.InvalidArgumentError, match="transform is 5; a function"):
+        ahead(5)
+    with (
+        ahead(lambda layout: None) as steps,
+        pytest.raises(distca.InvalidArgumentError, match="transform returned a NoneType"),
+    ):
+        next(iter(steps))

@@ -1,26 +1,27 @@
-"""The layout of a step of block diffusion: `Layout.block_diffusion`."""
+"""Documents and their noised rows, as the documents of a layout: see `Layout.block_diffusion`."""
 
 from __future__ import annotations
 
-from distca.arguments import is_whole
-from distca.errors import InvalidArgumentError
-from distca.planner.layout import PADDING, Layout
+from typing import NamedTuple
 
-Segments = list[tuple[int, int, int]]
+Segment = tuple[int, int, int]
+Range = tuple[int, int]
 
 
-def block_diffusion(layout: Layout, rows: int) -> Layout:
-    """See `Layout.block_diffusion`. A block of noised rows is a branch of its document, which it leaves at its first
-    row; the first block, which sees nothing of the document, is a document by itself.
+class Noised(NamedTuple):
+    """What a layout is made of: segments of each rank, branches, and bidirectional rows."""
+
+    segments: list[list[Segment]]
+    branches: dict[int, int]
+    bidirectional: dict[int, list[Range]]
+
+
+def noised(lengths: list[int], segments: list[list[Segment]], rows: int) -> Noised:
+    """Adds the noised rows to segments of documents with these lengths, in blocks of `rows`.
+
+    A block of noised rows is a branch of its document, which it leaves at its first row. The first block, which sees
+    nothing of the document, is a document by itself.
     """
-    if not is_whole(rows, 1):
-        raise InvalidArgumentError(f"layout: blocks of {rows!r} rows; a positive integer is expected")
-    for given, what in ((layout.branches, "share rows"), (layout.bidirectional, "have rows that see later ones")):
-        if given:
-            raise InvalidArgumentError(
-                f"layout: block_diffusion makes branches and bidirectional rows itself, and documents {what} already"
-            )
-    lengths = layout.document_lengths
     blocks = [[(start, min(start + rows, length)) for start in range(0, length, rows)] for length in lengths]
     first, total = [], len(lengths)  # the number of each document's first block
     for of_document in blocks:
@@ -34,17 +35,14 @@ def block_diffusion(layout: Layout, rows: int) -> Layout:
             if block > 0:
                 branches[first[document] + block] = document
 
-    def noised(document: int, begin: int, end: int) -> Segments:
-        if document == PADDING:
-            return [(PADDING, 0, end - begin)]
-        return [
-            (first[document] + block, max(start, begin), min(stop, end))
-            for block, (start, stop) in enumerate(blocks[document][: -(-end // rows)])
-            if stop > begin
-        ]
+    def noised_rows(document: int, begin: int, end: int) -> list[Segment]:
+        if document < 0:  # padding
+            return [(document, 0, end - begin)]
+        cut = []
+        for block in range(begin // rows, -(-end // rows)):
+            start, stop = blocks[document][block]
+            cut.append((first[document] + block, max(start, begin), min(stop, end)))
+        return cut
 
-    segments = []
-    for rank in range(layout.num_ranks):
-        of_rank = layout.segments(rank)
-        segments.append(of_rank + [one for segment in of_rank for one in noised(*segment)])
-    return Layout(segments, branches=branches).with_bidirectional(bidirectional)
+    both = [of_rank + [one for segment in of_rank for one in noised_rows(*segment)] for of_rank in segments]
+    return Noised(both, branches, bidirectional)

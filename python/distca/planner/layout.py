@@ -12,6 +12,7 @@ import torch
 from distca import _C
 from distca.arguments import is_whole, listed
 from distca.errors import InvalidArgumentError
+from distca.planner.block_diffusion import noised
 
 #: The document number of padding rows in a layout.
 PADDING = -1
@@ -314,7 +315,8 @@ class Layout:
 
         Documents are cut into blocks of `rows` from their first row on. A row of a document sees its own block and all
         before it. A noised row sees the noised rows of its block, and the document's rows of all blocks before that
-        one. A rank's tokens are ``torch.cat([clean, noised])``; `position_ids` are those of the document in both.
+        one. So it is under the causal mask; a window hides what lies further back. A rank's tokens are
+        ``torch.cat([clean, noised])``; `position_ids` are those of the document in both.
 
         The noised blocks are documents of their own, numbered after the layout's documents: branches (`Layout`) with
         bidirectional rows.
@@ -333,9 +335,17 @@ class Layout:
             >>> layout.branches
             {3: 0, 4: 0}
         """
-        from distca.planner.block_diffusion import block_diffusion
-
-        return block_diffusion(self, rows)
+        if not is_whole(rows, 1):
+            raise InvalidArgumentError(f"layout: blocks of {rows!r} rows; a positive integer is expected")
+        for given, what in ((self.branches, "share rows"), (self.bidirectional, "have rows that see later ones")):
+            if given:
+                raise InvalidArgumentError(
+                    f"layout: block_diffusion makes branches and bidirectional rows itself, and documents {what} already"
+                )
+        made = noised(self.document_lengths, [self.segments(rank) for rank in range(self.num_ranks)], index(rows))
+        layout = Layout(made.segments, branches=made.branches).with_bidirectional(made.bidirectional)
+        layout._longest_of_whole = self._longest_of_whole
+        return layout
 
     def chunked(self, rows: int) -> Layout:
         """The same rows, where each chunk of a document is a document: for layers whose rows see their chunk alone.

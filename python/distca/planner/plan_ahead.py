@@ -47,7 +47,7 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
     other ones (`Layout`, argument `branches`). Of a branch at least one rank tells it.
 
     `transform` is what every rank makes of a step's layout before it plans, the same on all, such as
-    ``lambda layout: layout.block_diffusion(32)``.
+    ``lambda layout: layout.block_diffusion(32)``, which doubles rows, padding and idle ones among them.
 
     With `lengths` and `segments` loaders may end at different steps: a rank whose loader has ended gets `(None, plan)`,
     in which it has no rows, until all loaders have ended. `idle_rows` gives it rows of padding instead, for models that
@@ -147,14 +147,31 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
             if windows is None
             else functools.partial(plans, heads=heads, rank=rank, windows=list(windows), **plan_options)
         )
-        made = make if transform is None else lambda layout: make(transform(layout))
-        super().__init__(None if self._telling is None else Exchange(group), cast(Callable[[Layout], Planned], made))
+        super().__init__(
+            None if self._telling is None else Exchange(group),
+            cast(Callable[[Layout], Planned], make if transform is None else _transformed(transform, make)),
+        )
 
     def _steps(self) -> Steps[Batch | None, Layout]:
         if self._layout is not None:
             return _KnownLayouts(self._loader, self._layout)
         assert self._telling is not None and self._exchange is not None
         return _GatheredLayouts(self._exchange, self._loader, self._telling, self._idle_rows)
+
+
+def _transformed(
+    transform: Callable[[Layout], Layout], make: Callable[[Layout], Plan | Plans]
+) -> Callable[[Layout], Plan | Plans]:
+    if not callable(transform):
+        raise InvalidArgumentError(f"PlanAhead: transform is {transform!r}; a function of a layout is expected")
+
+    def made(layout: Layout) -> Plan | Plans:
+        result = transform(layout)
+        if not isinstance(result, Layout):
+            raise InvalidArgumentError(f"PlanAhead: transform returned a {type(result).__name__}; a Layout is expected")
+        return make(result)
+
+    return made
 
 
 class _KnownLayouts(Steps[Batch, Layout]):
