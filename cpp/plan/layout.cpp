@@ -189,13 +189,13 @@ int64_t Layout::parent(int64_t branch) const {
 }
 
 int64_t Layout::shared_rows(int64_t a, int64_t b) const {
-  if (tree(a) != tree(b)) return 0;
   int64_t shared = std::min(document_lengths_[static_cast<size_t>(a)], document_lengths_[static_cast<size_t>(b)]);
   // First rows of what a document branches off are lower and lower. The one with the higher first row is therefore not
   // what the other one branches off.
   while (a != b) {
     int64_t& further = first_row(a) >= first_row(b) ? a : b;
     shared = std::min(shared, first_row(further));
+    if (shared == 0) return 0;
     further = parent(further);
   }
   return shared;

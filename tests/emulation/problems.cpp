@@ -316,8 +316,12 @@ void place_groups(PlacedCase& of, int64_t first_head, int64_t kv_heads, bool rem
     }
     row = end;
   }
-  for (const auto& tasks : parts)
-    place_group(of, tasks, first_head, kv_heads, remote && &tasks == &parts.back(), places, p, random);
+  const auto late = static_cast<size_t>(pick(random, 0, std::ssize(parts) - 1));
+  for (const auto& tasks : parts) {
+    const bool is_late = remote && &tasks == &parts[late];
+    if (is_late) p.remote_group = p.groups.size();
+    place_group(of, tasks, first_head, kv_heads, is_late, places, p, random);
+  }
 }
 
 }  // namespace

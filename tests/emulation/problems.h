@@ -80,6 +80,7 @@ struct Placement {
   std::vector<attention::Task> task_table;
   std::vector<int64_t> first_heads;  // of each group, among the key/value heads of its case
   std::vector<std::vector<attention::KeyGradRun>> runs;
+  size_t remote_group = SIZE_MAX;  // whose rows arrive later
   std::vector<std::unique_ptr<uint64_t>> words;
   std::vector<std::unique_ptr<float[]>> max_logits;  // of each task
 
@@ -87,8 +88,8 @@ struct Placement {
   std::vector<std::function<void()>> arrivals;
 };
 
-/// Places cases with the same heads, each with its own entry of the problem's scores. With `remote`, the last group of
-/// the last case has rows that arrive later.
+/// Places cases with the same heads, each with its own entry of the problem's scores. With `remote`, one of the last
+/// case's groups with its last heads has rows that arrive later.
 std::unique_ptr<Placement> place(std::span<const Case* const> cases, bool remote, std::mt19937& random);
 
 /// Writes what backward is given of forward for one of the cases: lse and delta of every row, from the right answer.

@@ -75,9 +75,9 @@ struct Tables {
 };
 
 /// Lets rows arrive, those of remote groups some time after the start.
-void let_arrive(emulation::Machine& machine, Placement& placement, bool remote) {
+void let_arrive(emulation::Machine& machine, Placement& placement) {
   for (size_t g = 0; g < placement.arrivals.size(); ++g) {
-    if (!remote || g + 1 < placement.arrivals.size()) {
+    if (g != placement.remote_group) {
       placement.arrivals[g]();
       continue;
     }
@@ -98,7 +98,7 @@ void run_forward(Placement& placement, bool remote, std::mt19937& random) {
   Tables tables;
   const KernelParams params = tables.params(list);
   emulation::Machine machine(static_cast<uint32_t>(random()));
-  let_arrive(machine, placement, remote);
+  let_arrive(machine, placement);
   machine.run(2, kThreads, sizeof(typename Config::Shared), [&](std::byte* shared) {
     forward_cta<Config>(params, *reinterpret_cast<typename Config::Shared*>(shared));
   });
@@ -119,7 +119,7 @@ void run_backward(Placement& placement, bool remote, bool deterministic, std::mt
   std::vector<int> stored(2 * list.items.size());
   params.stored = stored.data();
   emulation::Machine machine(static_cast<uint32_t>(random()));
-  let_arrive(machine, placement, remote);
+  let_arrive(machine, placement);
   machine.run(3, kThreads, sizeof(typename Config::Shared), [&](std::byte* shared) {
     backward_cta<Config>(params, *reinterpret_cast<typename Config::Shared*>(shared));
   });

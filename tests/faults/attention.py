@@ -126,8 +126,8 @@ FAULTS = [
     Fault(
         "keys before a window are not fetched",
         TABLES,
-        "std::max(segment.begin, g.kv_begin)",
-        "std::max(segment.begin, g.kv_begin + (g.kv_begin > 0))",
+        "std::max({segment.begin, g.kv_begin, first_row})",
+        "std::max({segment.begin, g.kv_begin + (g.kv_begin > 0), first_row})",
         (PLAN, EXACT),
     ),
     Fault(

@@ -13,6 +13,7 @@ REDUCED = "tests/plan/test_reduce_dtype.py"
 STRESS = "tests/attention/test_several_scores.py"
 KERNELS = "tests/cuda/test_kernels_on_host.py"
 FLASH = "tests/cuda/test_flash_ranks.py"
+DIFFUSION = "tests/plan/test_block_diffusion.py"
 SLICES = "cpp/plan/slice_tables.cpp"
 
 FAULTS = [
@@ -68,21 +69,21 @@ FAULTS = [
     Fault(
         "branches: the second group of a server writes over the gradients of the first",
         ARRANGEMENT,
-        "gradient.target = GradTarget::kAdded;",
-        "gradient.target = GradTarget::kPartial;",
+        "draft(*next, GradTarget::kAdded);",
+        "draft(*next, GradTarget::kPartial);",
         (EXACT, PLAN),
     ),
     Fault(
         "branches: gradients that a server adds up come home rounded",
         ARRANGEMENT,
-        "if (of_server < drafts_.size() && (is_own || !options_.reduces_narrow())) {",
-        "if (of_server < drafts_.size()) {",
+        "g.server != last || (options_.reduces_narrow() && g.server != rows.rank)",
+        "g.server != last",
         (EXACT, CONSISTENT, REDUCED),
     ),
     Fault(
         "branches: a sum of a home alone waits for others",
         ARRANGEMENT,
-        "has_own && contributions == 1, rows.row",
+        "is_own(starts) && of.writers.size() == 1, rows.row",
         "false, rows.row",
         (EXACT, PLAN),
     ),
@@ -101,6 +102,104 @@ FAULTS = [
         (PLAN, CONSISTENT),
     ),
     Fault(
+        "branches: the group that sees least of shared rows comes first",
+        ARRANGEMENT,
+        "a.round != b.round ? a.round < b.round : a.kv_end > b.kv_end",
+        "a.round < b.round",
+        (EXACT,),
+    ),
+    Fault(
+        "branches: gradients are added where those of earlier rows lie",
+        ARRANGEMENT,
+        "return (g.begin - written.begin) *",
+        "return 0 *",
+        (EXACT, PLAN),
+    ),
+    Fault(
+        "branches: shared keys come for each document",
+        ARRANGEMENT,
+        "placed_.try_emplace({g.pool, of_rows->document, b}, num_blocks).first->second",
+        "num_blocks",
+        (EXACT,),
+    ),
+    Fault(
+        "branches: a block of which a group has some rows is taken for another group's",
+        ARRANGEMENT,
+        "if (b * block_rows_ >= g.kv_begin && last_row < g.kv_end) {",
+        "if (b * block_rows_ >= g.kv_begin) {",
+        (PLAN, EXACT),
+    ),
+    Fault(
+        "branches: keys that are retained lie in blocks of other groups",
+        ARRANGEMENT,
+        "(retain_bytes_.empty() || retain_bytes_[static_cast<size_t>(g.server)] == 0)",
+        "true",
+        (PLAN, EXACT),
+    ),
+    Fault(
+        "branches: keys that are there are sent again",
+        SLICES,
+        "if (blocks.is_new) put_keys(g, segment, blocks);",
+        "put_keys(g, segment, blocks);",
+        (PLAN, EXACT),
+    ),
+    Fault(
+        "branches: a group waits for keys that come for another",
+        "cpp/plan/arrangement.h",
+        "if (!blocks.is_new) continue;",
+        "",
+        (PLAN, EXACT),
+    ),
+    Fault(
+        "branches: the scheduler knows nothing of keys of other branches",
+        "cpp/plan/scheduler.cpp",
+        "layout_.tree(placement_of(q).document) != layout_.tree(document)) continue;",
+        "placement_of(q).document != document) continue;",
+        (EXACT,),
+    ),
+    Fault(
+        "branches: groups of a plan may have their keys where others have other heads",
+        "cpp/plan/consistency.cpp",
+        "return &x == &y || (place(x) == place(y) && x.retained_k < 0 && y.retained_k < 0);",
+        "return true;",
+        (CONSISTENT,),
+    ),
+    Fault(
+        "block diffusion: a noised row sees the block before it, too",
+        "python/distca/planner/block_diffusion.py",
+        "bidirectional[first[document] + block] = [ends]",
+        "bidirectional[first[document] + block] = [(max(0, ends[0] - rows), ends[1])]",
+        (DIFFUSION,),
+    ),
+    Fault(
+        "block diffusion: rows of a document see those before them alone",
+        "python/distca/planner/block_diffusion.py",
+        "bidirectional = dict(enumerate(blocks))",
+        "bidirectional: dict[int, list[Range]] = {}",
+        (DIFFUSION,),
+    ),
+    Fault(
+        "block diffusion: a noised block does not see its document",
+        "python/distca/planner/block_diffusion.py",
+        "            if block > 0:",
+        "            if block > 1:",
+        (DIFFUSION,),
+    ),
+    Fault(
+        "block diffusion: a half forgets the longest document of its layout",
+        "python/distca/planner/layout.py",
+        "        layout._longest_of_whole = self._longest_of_whole\n        return layout\n\n    def chunked",
+        "        return layout\n\n    def chunked",
+        (DIFFUSION,),
+    ),
+    Fault(
+        "block diffusion: what ranks tell each other is planned as it is",
+        "python/distca/planner/plan_ahead.py",
+        "return make(result)",
+        "return make(layout)",
+        (DIFFUSION,),
+    ),
+    Fault(
         "branches: a sum that is done has a term",
         "cpp/runtime/reduce_table.cpp",
         "if ((*term)->action != static_cast<int64_t>(ReceiveAction::kFinish))",
@@ -117,7 +216,7 @@ FAULTS = [
     Fault(
         "branches: groups of the CPU kernel add at the same time",
         "cpp/attention/cpu_attention.cpp",
-        "for (const KeyGradRun& run : group.grads) place_of(run)->waves = wave + 1;",
+        "      ++next;",
         "",
         (STRESS,),
     ),
@@ -143,11 +242,11 @@ FAULTS = [
         (KERNELS,),
     ),
     Fault(
-        "branches: CUDA: groups that share some gradients may be of two families",
-        "cuda/attention/work_list.cpp",
-        "list.families[static_cast<size_t>(std::max(a, b))] = std::min(a, b);",
-        "",
-        (KERNELS,),
+        "branches: groups that share some gradients may be of two families",
+        "cpp/attention/families.h",
+        "for (auto run = begin; run != end; ++run) join(begin->group, run->group);",
+        ";",
+        (KERNELS, STRESS),
     ),
     Fault(
         "branches: CUDA: groups that wait for no signal come before those that they add to",
@@ -186,9 +285,9 @@ FAULTS = [
     ),
     Fault(
         "branches: a plan may add gradients to those of other rows",
-        "cpp/plan/consistency.cpp",
-        "check_plan(!is_new && first.move.part == m.part && first.document == document && first.begin == r.begin,",
-        "check_plan(true,",
+        "cpp/plan/consistency_checker.h",
+        "return term.tensor == move.tensor && of_document == document && before >= 0 &&",
+        "return true || term.tensor == move.tensor && of_document == document && before >= 0 &&",
         (CONSISTENT,),
     ),
     Fault(

@@ -38,8 +38,8 @@ FAULTS = [
     Fault(
         "a block of the local tensor starts a row late",
         TABLES,
-        "block_entry(p.row + (next * block_rows_ - p.begin), false)",
-        "block_entry(p.row + (next * block_rows_ - p.begin) + (next * block_rows_ > p.begin), false)",
+        "fill(local.begin, local.end, p.row + (local.begin * block_rows_ - p.begin), false);",
+        "fill(local.begin, local.end, p.row + (local.begin * block_rows_ - p.begin) + (local.begin > 0), false);",
         (PLAN, STEPS),
     ),
     Fault(
@@ -81,8 +81,8 @@ FAULTS = [
     Fault(
         "contributions are rounded although fp32 is asked for",
         ARRANGEMENT,
-        "gradient.target = options_.reduces_narrow() && i != own ? GradTarget::kArena : GradTarget::kPartial;",
-        "gradient.target = i != own ? GradTarget::kArena : GradTarget::kPartial;",
+        "const bool narrow = options_.reduces_narrow() && !is_own(s);",
+        "const bool narrow = !is_own(s);",
         (REDUCE_DTYPE, PLAN),
     ),
     Fault(

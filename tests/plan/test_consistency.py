@@ -180,6 +180,27 @@ CHANGES: dict[str, tuple[Change, str]] = {
         ),
         "action 2 of rows of rank",
     ),
+    "a group says another number of blocks in the arena than those with which it shares them": (
+        lambda s: _first(
+            s.groups, _number("GroupEntry"), "num_arena_blocks", lambda g: g.num_arena_blocks + 1,
+            lambda g: g.forward_k >= 0 and sum(x.forward_k == g.forward_k for x in s.groups) > 1,
+        ),
+        "where those of other heads do|do not lie in the arena|key blocks in the arena",
+    ),
+    "values of groups with the same keys lie elsewhere": (
+        lambda s: _first(
+            s.groups, _number("GroupEntry"), "forward_v", lambda g: g.forward_v - 64,
+            lambda g: g.forward_v >= 64 and sum(x.forward_k == g.forward_k for x in s.groups) > 1,
+        ),
+        "where those of other heads do",
+    ),
+    "a shared block is another one of the arena": (
+        lambda s: _first(
+            s.blocks, _number("Block"), "entry", lambda b: b.entry + 128,
+            lambda b: b.entry % 2 == 1 and sum(x.entry == b.entry for x in s.blocks) > 1,
+        ),
+        "is not where its rows are|key block",
+    ),
     "a group adds gradients to those of another document": (
         lambda s: _first(
             s.grads, _number("Grad"), "dk", lambda g: next(x.dk for x in s.grads if x.target == PARTIAL),
