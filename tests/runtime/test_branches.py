@@ -157,8 +157,8 @@ def test_one_step_may_have_branches_and_the_next_one_none() -> None:
 @pytest.mark.parametrize("answers", [2, 40])
 @pytest.mark.parametrize("prompt", [256, 250])
 def test_a_prompt_takes_memory_and_travels_once_however_many_answers_it_has(prompt: int, answers: int) -> None:
-    """At home, and at a server that computes all of them. What is left of the last block of 64 keys, and of the answers'
-    own rows, is assembled for each answer.
+    """At home, and at a server that computes all of them. What is left of the prompt's last block of 64 keys is
+    assembled with own rows for each answer.
     """
     heads = distca.Heads(2, 1, 16, dtype=torch.bfloat16)
     segments = [(0, 0, prompt), *((d, prompt, prompt + 8) for d in range(1, answers + 1))]
@@ -179,7 +179,7 @@ def test_a_prompt_takes_memory_and_travels_once_however_many_answers_it_has(prom
 
 
 def test_the_tables_of_a_plan_grow_with_its_branches_and_not_with_their_square() -> None:
-    """Two ranks share a document and its blocks, or one has a prompt, and the other its answers from all of its rows."""
+    """Two ranks share a document and its blocks; or one has a prompt, and the other an answer from each of its rows."""
     heads = distca.Heads(2, 1, 16)
 
     def gradients_of(layout: distca.Layout, **options: Any) -> int:

@@ -340,7 +340,7 @@ class Layout:
         for given, what in ((self.branches, "share rows"), (self.bidirectional, "have rows that see later ones")):
             if given:
                 raise InvalidArgumentError(
-                    f"layout: block_diffusion makes branches and bidirectional rows itself, and documents {what} already"
+                    f"layout: block_diffusion makes branches and bidirectional rows itself; documents {what} already"
                 )
         made = noised(self.document_lengths, [self.segments(rank) for rank in range(self.num_ranks)], index(rows))
         layout = Layout(made.segments, branches=made.branches).with_bidirectional(made.bidirectional)
