@@ -18,16 +18,13 @@ class Families {
  public:
   /// Finds them. Returns whether any group adds to key gradients at all.
   bool find(const Problem& problem) {
+    const auto adds = [](const KeyGroup& g) { return std::ranges::any_of(g.grads, &KeyGradRun::is_added); };
+    if (std::ranges::none_of(problem.groups, adds)) return false;
     runs_.clear();
-    bool any = false;
-    for (size_t g = 0; g < problem.groups.size(); ++g) {
-      for (const KeyGradRun& run : problem.groups[g].grads) {
+    for (size_t g = 0; g < problem.groups.size(); ++g)
+      for (const KeyGradRun& run : problem.groups[g].grads)
         runs_.push_back({run.dk.data, run.dk.data + (run.end - run.begin) * run.dk.row_stride, static_cast<int32_t>(g),
                          run.is_added});
-        any = any || run.is_added;
-      }
-    }
-    if (!any) return false;
     first_.resize(problem.groups.size());
     std::iota(first_.begin(), first_.end(), 0);
     std::ranges::sort(runs_, std::less(), &Run::begin);
