@@ -366,7 +366,8 @@ class Arranger {
     for (const Placement& p : layout_.placements(document)) {
       Contributions all;
       for (int64_t row = p.begin; row < p.end;) {
-        const int64_t end = std::min(p.end, *std::upper_bound(cuts_.begin(), cuts_.end(), row));
+        const auto cut = std::upper_bound(cuts_.begin(), cuts_.end(), row);
+        const int64_t end = cut == cuts_.end() ? p.end : std::min(p.end, *cut);
         Contributions next = contributions_to(groups, {document, row, end, p.rank, p.row + (row - p.begin)});
         if (all.goes_on_in(next)) {
           all.rows.end = end;
