@@ -57,8 +57,8 @@ struct KeyGradRun {
   DType dtype = DType::kFloat32;
   RowView dk;
   RowView dv;
-  bool is_added =
-      false;  // to what is there, which an earlier group of this problem, or an earlier problem, has written
+  /// Whether it is added to what an earlier group of this problem, or an earlier problem, has written there.
+  bool is_added = false;
 };
 
 /// The keys and values of one document, or of some of its heads, as one server sees them. All views of the group and of

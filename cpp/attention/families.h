@@ -1,4 +1,5 @@
-// Groups of a problem that add to the same key gradients.
+// Groups of a problem that add to the same key gradients. Both kernels let these store one after another, in the order
+// of the problem.
 #pragma once
 
 #include <algorithm>
