@@ -38,11 +38,17 @@ class Families {
         for (auto run = begin; run != end; ++run) join(begin->group, run->group);
       begin = end;
     }
-    for (size_t g = 0; g < first_.size(); ++g) first_[g] = root(static_cast<int32_t>(g));
+    is_alone_.assign(first_.size(), true);
+    for (size_t g = 0; g < first_.size(); ++g) {
+      first_[g] = root(static_cast<int32_t>(g));
+      if (first_[g] != static_cast<int32_t>(g)) is_alone_[g] = is_alone_[static_cast<size_t>(first_[g])] = false;
+    }
     return true;
   }
   /// The first group of a group's family, by which the family is named.
   int32_t of(int64_t group) const { return first_[static_cast<size_t>(group)]; }
+  /// Whether the group is the only one of its family.
+  bool is_alone(int64_t group) const { return is_alone_[static_cast<size_t>(group)]; }
 
  private:
   struct Run {
@@ -63,6 +69,7 @@ class Families {
 
   std::vector<Run> runs_;
   std::vector<int32_t> first_;
+  std::vector<char> is_alone_;
 };
 
 }  // namespace distca::attention

@@ -37,9 +37,7 @@ class Arranger {
     for (size_t server = 0; server < retain_bytes_.size(); ++server)
       if (retain_bytes_[server] > 0) retain_keys(static_cast<int64_t>(server));
     carve_server_in();
-    for (int64_t d = 0; d < layout_.num_documents(); ++d) split_key_gradients(d);
-    order_gradients();
-    carve_scratch();
+    carve_scratch(split_key_gradients(layout_, options_, a_));
     a_.num_rounds.assign(n, 1);
     for (int64_t home = 0; home < layout_.num_ranks(); ++home) {
       bring_out_home(home);
@@ -87,7 +85,7 @@ class Arranger {
       }
       deal_into_rounds(waiting);
       // Of what several groups contribute to, the first writes most of it. Others then add in few pieces.
-      if (layout_.has_branches())
+      if (layout_.has_shared())
         std::stable_sort(waiting.begin(), waiting.end(), [](const Group& a, const Group& b) {
           return a.round != b.round ? a.round < b.round : a.kv_end > b.kv_end;
         });
@@ -156,7 +154,7 @@ class Arranger {
     for (const Group& g : waiting) {
       // Of the groups that share keys, one brings them.
       const bool brings_shared =
-          !shares_keys(g) || pools_.try_emplace({layout_.tree(g.document), g.kv_head_begin}, 0).second;
+          !shares_keys(g) || pools_.try_emplace({layout_.cluster(g.document), g.kv_head_begin}, 0).second;
       by_bytes.push_back(weight_of(g, by_bytes.size(), brings_shared));
       bytes += by_bytes.back().bytes;
       cost += by_bytes.back().cost;
@@ -220,14 +218,21 @@ class Arranger {
       num_blocks += end - begin;
       return;
     }
-    auto of_rows = layout_.key_placements(g.document).begin();
+    const auto of_document = layout_.key_placements(g.document);
+    auto of_rows = of_document.begin();
     for (int64_t b = begin; b < end; ++b) {
-      const int64_t last_row = (b + 1) * block_rows_ - 1;
+      const int64_t first_row = b * block_rows_, end_row = first_row + block_rows_;
       int64_t place = num_blocks;
-      // The document whose own the last row is says which rows the block has, if it has all.
-      if (b * block_rows_ >= g.kv_begin && last_row < g.kv_end) {
-        while (of_rows->end <= last_row) ++of_rows;
-        place = placed_.try_emplace({g.pool, of_rows->document, b}, num_blocks).first->second;
+      if (first_row >= g.kv_begin && end_row <= g.kv_end) {  // it has all of its rows: others may have the same ones
+        auto& [pool, rows] = rows_of_block_;
+        pool = g.pool;
+        rows.clear();
+        while (of_rows->end <= first_row) ++of_rows;
+        for (auto p = of_rows; p != of_document.end() && p->begin < end_row; ++p) {
+          const int64_t row = std::max(p->begin, first_row);
+          rows.insert(rows.end(), {p->document, row - p->shift, row - first_row});
+        }
+        place = placed_.try_emplace(rows_of_block_, num_blocks).first->second;
       }
       const bool is_new = place == num_blocks;
       if (is_new) ++num_blocks;
@@ -244,7 +249,7 @@ class Arranger {
            (retain_bytes_.empty() || retain_bytes_[static_cast<size_t>(g.server)] == 0);
   }
   int64_t shared_pool(const Group& g) {
-    const auto [pool, is_first] = pools_.try_emplace({layout_.tree(g.document), g.kv_head_begin}, -1);
+    const auto [pool, is_first] = pools_.try_emplace({layout_.cluster(g.document), g.kv_head_begin}, -1);
     if (is_first) pool->second = new_pool();
     return pool->second;
   }
@@ -328,165 +333,11 @@ class Arranger {
     }
   }
 
-  // ---- which server contributes to which key gradients ----
-
-  /// A group that may see rows of a document: those before `end`.
-  struct Seeing {
-    uint32_t group = 0;
-    int64_t end = 0;
-  };
-  int64_t first_head(const Seeing& s) const { return a_.groups[s.group].kv_head_begin; }
-
-  void split_key_gradients(int64_t document) {
-    by_heads_.clear();
-    layout_.for_each_reader(document, [&](const Reader& reader) {
-      for (uint32_t i : a_.groups_of_document[reader.document])
-        by_heads_.push_back({i, std::min(a_.groups[i].kv_end, reader.end)});
-    });
-    std::sort(by_heads_.begin(), by_heads_.end(), [&](const Seeing& x, const Seeing& y) {
-      return std::pair(first_head(x), x.group) < std::pair(first_head(y), y.group);
-    });
-    for (auto begin = by_heads_.begin(); begin != by_heads_.end();) {
-      const auto end =
-          std::find_if(begin, by_heads_.end(), [&](const Seeing& s) { return first_head(s) != first_head(*begin); });
-      split_key_gradients(document, {begin, end});
-      begin = end;
-    }
-  }
-
-  /// Cuts the rows of one document and head range where other groups begin to contribute. What further groups of a
-  /// server add to the contribution of its first one makes no cut.
-  void split_key_gradients(int64_t document, std::span<const Seeing> groups) {
-    cuts_.clear();
-    for (const Seeing& s : groups) {
-      cuts_.push_back(a_.groups[s.group].kv_begin);
-      cuts_.push_back(s.end);
-    }
-    std::sort(cuts_.begin(), cuts_.end());
-    for (const Placement& p : layout_.placements(document)) {
-      Contributions all;
-      for (int64_t row = p.begin; row < p.end;) {
-        const auto cut = std::upper_bound(cuts_.begin(), cuts_.end(), row);
-        const int64_t end = cut == cuts_.end() ? p.end : std::min(p.end, *cut);
-        Contributions next = contributions_to(groups, {document, row, end, p.rank, p.row + (row - p.begin)});
-        if (all.goes_on_in(next)) {
-          all.rows.end = end;
-        } else {
-          add_key_gradients(groups, all);
-          all = std::move(next);
-        }
-        row = end;
-      }
-      add_key_gradients(groups, all);
-    }
-  }
-
-  /// Rows of which the same groups write contributions. Others may add to these.
-  struct Contributions {
-    Placement rows;
-    std::vector<Seeing> writers;  // by server
-    bool is_sum = false;          // whether several groups contribute
-
-    bool goes_on_in(const Contributions& next) const {
-      const auto group_of = [](const Seeing& s) { return s.group; };
-      return !writers.empty() && is_sum == next.is_sum &&
-             std::ranges::equal(writers, next.writers, {}, group_of, group_of);
-    }
-  };
-
-  /// What several groups of a server contribute is one contribution of it, in fp32, unless contributions travel in the
-  /// dtype of the heads.
-  Contributions contributions_to(std::span<const Seeing> groups, const Placement& rows) const {
-    Contributions found{rows, {}};
-    int64_t last = -1;  // server
-    for (const Seeing& s : groups) {
-      const Group& g = a_.groups[s.group];
-      if (g.kv_begin > rows.begin || rows.end > s.end) continue;
-      if (g.server != last || (options_.reduces_narrow() && g.server != rows.rank)) found.writers.push_back(s);
-      found.is_sum = last >= 0;
-      last = g.server;
-    }
-    return found;
-  }
-
-  /// Adds the gradients of rows to which the same groups contribute.
-  void add_key_gradients(std::span<const Seeing> groups, const Contributions& of) {
-    const Placement& rows = of.rows;
-    const auto draft = [&](const Seeing& s, GradTarget target) -> KeyGradient& {
-      KeyGradient& gradient = drafts_.emplace_back();
-      gradient.group = s.group;
-      gradient.document = rows.document;
-      gradient.begin = rows.begin;
-      gradient.end = rows.end;
-      gradient.home = rows.rank;
-      gradient.home_row = rows.row;
-      gradient.target = target;
-      gradient.last_round = a_.groups[s.group].round;
-      return gradient;
-    };
-    const auto is_own = [&](const Seeing& s) { return a_.groups[s.group].server == rows.rank; };
-    if (!of.is_sum) {
-      for (const Seeing& s : of.writers) draft(s, is_own(s) ? GradTarget::kReturned : GradTarget::kArena);
-      return;
-    }
-    // The home's own contribution goes straight into the sum. Without one, the first contribution that arrives does.
-    const auto own = std::ranges::find_if(of.writers, is_own);
-    const Seeing& starts = own == of.writers.end() ? of.writers.front() : *own;
-    const Group& g = a_.groups[starts.group];
-    const auto sum = std::ssize(a_.sums);
-    a_.sums.push_back({rows.rank, is_own(starts) && of.writers.size() == 1, rows.row, rows.end - rows.begin,
-                       g.kv_head_begin, g.kv_head_end, -1, -1});
-    auto next = groups.begin();
-    for (const Seeing& s : of.writers) {
-      // What starts a sum at its home is in fp32, as the sum is. All terms that are added have one dtype.
-      const bool narrow = options_.reduces_narrow() && !is_own(s);
-      const size_t written = drafts_.size();
-      KeyGradient& gradient = draft(s, narrow ? GradTarget::kArena : GradTarget::kPartial);
-      gradient.sum = sum;
-      gradient.is_first = &s == &starts;
-      gradient.place = num_places_++;
-      if (narrow) continue;
-      while (next->group != s.group) ++next;
-      const int64_t server = a_.groups[s.group].server;
-      for (++next; next != groups.end() && a_.groups[next->group].server == server; ++next) {
-        const int64_t begin = std::max(rows.begin, a_.groups[next->group].kv_begin);
-        const int64_t end = std::min(rows.end, next->end);
-        if (begin >= end) continue;
-        KeyGradient& added = draft(*next, GradTarget::kAdded);
-        added.begin = begin;
-        added.end = end;
-        added.sum = sum;
-        added.place = drafts_[written].place;
-        drafts_[written].last_round = added.last_round;  // groups of a server come by round
-      }
-    }
-  }
-
-  void order_gradients() {
-    if (layout_.has_branches())  // rows that a document shares may be of documents with higher numbers
-      std::stable_sort(drafts_.begin(), drafts_.end(),
-                       [](const KeyGradient& x, const KeyGradient& y) { return x.begin < y.begin; });
-    Buckets by_group;
-    by_group.fill(a_.groups.size(), drafts_.size(), [&](size_t i) { return drafts_[i].group; });
-    a_.gradients.reserve(drafts_.size());
-    for (size_t g = 0; g < a_.groups.size(); ++g) {
-      a_.groups[g].gradient_begin = a_.gradients.size();
-      for (uint32_t i : by_group[static_cast<int64_t>(g)]) a_.gradients.push_back(drafts_[i]);
-      a_.groups[g].gradient_end = a_.gradients.size();
-    }
-    // Gradients that stay where they are go to a bucket of their own.
-    const auto n = static_cast<size_t>(layout_.num_ranks());
-    a_.gradients_of_home.fill(n + 1, a_.gradients.size(), [&](size_t i) {
-      const KeyGradient& g = a_.gradients[i];
-      return g.is_added() || a_.groups[g.group].server == g.home ? static_cast<int64_t>(n) : g.home;
-    });
-    a_.own_sums_of_home.fill(n + 1, a_.sums.size(),
-                             [&](size_t i) { return a_.sums[i].is_own ? a_.sums[i].home : static_cast<int64_t>(n); });
-  }
+  // ---- scratch of key gradients ----
 
   /// Carves scratch of the key gradients, which lies behind server-in: the sums of this home, then this server's
   /// contributions.
-  void carve_scratch() {
+  void carve_scratch(int64_t num_contributions) {
     const auto extent = [&](int64_t rank, TensorKind kind, int64_t heads, int64_t rows) {
       ArenaBytes& bytes = arena(Phase::kBackward, rank);
       return bytes.server_in + take(bytes.scratch, Phase::kBackward, Direction::kOut, kind, heads, rows);
@@ -496,14 +347,14 @@ class Arranger {
       s.dk = extent(s.home, TensorKind::kDkPartial, heads, s.num_rows);
       s.dv = extent(s.home, TensorKind::kDvPartial, heads, s.num_rows);
     }
-    std::vector<const KeyGradient*> places(static_cast<size_t>(num_places_));
+    std::vector<const KeyGradient*> places(static_cast<size_t>(num_contributions));
     for (KeyGradient& g : a_.gradients) {
       const Group& group = a_.groups[g.group];
       if (g.target == GradTarget::kReturned) continue;
       if (g.is_added()) {
         const KeyGradient& written = *places[static_cast<size_t>(g.place)];
         const auto rows_before = [&](TensorKind kind) {
-          return (g.begin - written.begin) *
+          return (g.home_row - written.home_row) *
                  format(Phase::kBackward, Direction::kOut, kind, group.num_kv_heads()).row_stride();
         };
         g.dk = written.dk + rows_before(TensorKind::kDkPartial);
@@ -571,14 +422,12 @@ class Arranger {
   const int64_t ranks_per_node_;
   const std::span<const Task> tasks_;
   Arrangement a_;
-  // Of the server whose groups are made: the pools by tree and first head, and the places in them of whole blocks, by
-  // pool, by the document whose own the block's last row is, and by block.
+  // Of the server whose groups are made: the pools by cluster and first head, and the places in them of whole blocks,
+  // by pool and by what rows they have.
   std::map<std::pair<int64_t, int64_t>, int64_t> pools_;
-  std::map<std::tuple<int64_t, int64_t, int64_t>, int64_t> placed_;
-  std::vector<KeyGradient> drafts_;
-  int64_t num_places_ = 0;  // of contributions
-  std::vector<Seeing> by_heads_;
-  std::vector<int64_t> cuts_;
+  using BlockRows = std::pair<int64_t, std::vector<int64_t>>;
+  std::map<BlockRows, int64_t> placed_;
+  BlockRows rows_of_block_;
 };
 
 }  // namespace

@@ -87,13 +87,13 @@ struct RemoteTask {
   int64_t round = 0;                                   // the round in which dq comes home
 };
 
-/// Key gradients of document rows [begin, end) that a group computes. All of these rows live on one rank. Where
-/// documents share them, several groups of a server may: the first one writes its contribution, and the others add
-/// theirs to it.
+/// Gradients of keys [begin, end) that a group computes. All of these rows live on one rank. Where documents share
+/// them, several groups of a server may: the first one writes its contribution, and the others add theirs to it.
 struct KeyGradient {
   size_t group = 0;
-  int64_t document = 0;  // whose own rows they are; the group may be of one that shares them
-  int64_t begin = 0, end = 0;
+  int64_t begin = 0, end = 0;  // rows of the group's document
+  int64_t document = 0;        // whose own rows they are: [begin - shift, end - shift)
+  int64_t shift = 0;
   int64_t home = 0, home_row = 0;
   GradTarget target = GradTarget::kReturned;
   int64_t dk = -1, dv = -1;            // offsets in the server's arena; -1 for kReturned
@@ -168,6 +168,10 @@ struct Arrangement {
 /// within each document.
 Arrangement arrange(const Layout& layout, const PlanOptions& options, std::span<const Task> tasks);
 
+/// Fills in the key gradients of an arrangement that has its groups, and their sums (key_gradients.cpp). Returns the
+/// number of contributions to sums (KeyGradient::place).
+int64_t split_key_gradients(const Layout& layout, const PlanOptions& options, Arrangement& arrangement);
+
 // Rounds: the order in which gradients come home, and the memory that they take there (rounds.cpp).
 
 /// Gives every gradient that comes to `home` its round and its place. Servers come in ascending order. A round has as
@@ -200,10 +204,8 @@ void for_each_source(const Layout& layout, std::span<const ArenaBlocks> arena_bl
     if (!blocks.is_new) continue;
     const int64_t begin = std::max(blocks.begin * key_block_rows, g.kv_begin);
     const int64_t end = std::min(blocks.end * key_block_rows, g.kv_end);
-    for (Placement rows : layout.key_placements(g.document)) {
-      rows.row += std::max<int64_t>(begin - rows.begin, 0);
-      rows.begin = std::max(rows.begin, begin);
-      rows.end = std::min(rows.end, end);
+    for (const Placement& p : layout.key_placements(g.document)) {
+      const Placement rows = p.within(begin, end);
       if (rows.rank != g.server && rows.begin < rows.end) visit(rows);
     }
   }

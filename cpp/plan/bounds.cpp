@@ -188,7 +188,7 @@ int64_t load_lower_bound(const Layout& layout, const PlanOptions& options) {
 }
 
 ByteBounds byte_lower_bounds(const Layout& layout, const PlanOptions& options) {
-  if (!options.cost.is_additive() || layout.has_branches() || rows_may_cost_less_than_earlier_ones(layout, options))
+  if (!options.cost.is_additive() || layout.has_shared() || rows_may_cost_less_than_earlier_ones(layout, options))
     return {};
   const std::vector<int64_t> load = loads_at_home(layout, options), speeds = server_speeds(layout, options);
   const int64_t total = std::accumulate(load.begin(), load.end(), int64_t{0});

@@ -60,18 +60,14 @@ std::span<const Held> Checker::held(int64_t document) const {
 }
 
 std::vector<Held> Checker::held_keys(int64_t document) const {
-  std::vector<Held> keys;  // from the last row to the first
-  int64_t end = INT64_MAX;
-  for (int64_t d = document;;) {
-    const std::span<const Held> own = held(d);
-    for (auto h = own.rbegin(); h != own.rend(); ++h)
-      if (h->begin < end) keys.push_back({h->document, h->begin, std::min(h->end, end), h->row});
-    const BranchRow* const branch = slice_.branch(d);
-    if (branch == nullptr) break;
-    end = branch->first_row;
-    d = branch->parent;
-  }
-  std::ranges::reverse(keys);
+  std::vector<Held> keys;
+  for (const Shared& s : slice_.shared(document))
+    for (const Held& h : held(s.of)) {
+      const int64_t begin = std::max(h.begin, s.begin), end = std::min(h.end, s.end);
+      if (begin < end) keys.push_back({h.document, begin + s.shift(), end + s.shift(), h.row + (begin - h.begin)});
+    }
+  const std::span<const Held> own = held(document);
+  keys.insert(keys.end(), own.begin(), own.end());
   return keys;
 }
 
@@ -124,8 +120,13 @@ void Checker::check_blocks() {
       while (next < here.size() && here[next].end <= begin) ++next;
       const bool local = next < here.size() && here[next].begin <= begin && here[next].end >= end;
       int64_t place = pool.num_blocks;
-      if (!local && begin == start && end == start + size)  // whole blocks may be there already
-        place = pool.places.try_emplace({document_of(g.document, end - 1), start}, place).first->second;
+      if (!local && begin == start && end == start + size) {  // whole blocks may be there already
+        std::vector<int64_t> rows;
+        slice_.for_each_owner(g.document, begin, end, [&](int64_t owner, int64_t row, int64_t num_rows) {
+          rows.insert(rows.end(), {owner, row, num_rows});
+        });
+        place = pool.places.try_emplace(std::move(rows), place).first->second;
+      }
       const int64_t arena_row = place * size;
       const int64_t entry =
           local ? block_entry(here[next].row + (start - here[next].begin), false) : block_entry(arena_row, true);
@@ -275,18 +276,17 @@ void Checker::add_gradients(std::vector<Move>& results, const std::vector<Move>&
         const auto tensor = static_cast<int64_t>(kind);
         const Move m = {static_cast<int64_t>(Phase::kBackward), tensor, offset,
                         heads_of(g, r.end - r.begin),           0,      g.round};
-        const int64_t document = document_of(g.document, r.begin);
-        check_plan(document == document_of(g.document, r.end - 1), "gradients of rows [", r.begin, ", ", r.end,
-                   ") are of several documents");
+        const auto [document, begin] = owner_of(g.document, r.begin, r.end);
+        check_plan(document >= 0, "gradients of rows [", r.begin, ", ", r.end, ") are of several documents");
         if (r.target != static_cast<int64_t>(GradTarget::kAdded)) {
-          const bool is_new = written.try_emplace({tensor, offset}, OwnTerm{m, document, r.begin}).second;
+          const bool is_new = written.try_emplace({tensor, offset}, OwnTerm{m, document, begin}).second;
           check_plan(is_new, "gradients of rows [", r.begin, ", ", r.end, ") are written where others lie");
           continue;
         }
         const auto after = written.upper_bound({tensor, offset});
         OwnTerm* const place = after == written.begin() ? nullptr : &std::prev(after)->second;
         check_plan(place != nullptr &&
-                       place->adds(m, document, r.begin, stride(Phase::kBackward, Direction::kOut, kind, m.part)),
+                       place->adds(m, document, begin, stride(Phase::kBackward, Direction::kOut, kind, m.part)),
                    "gradients of rows [", r.begin, ", ", r.end, ") are added to those of other rows");
         place->move.after = g.round;  // groups come by round
       }

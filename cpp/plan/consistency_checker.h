@@ -72,7 +72,7 @@ class Checker {
   /// This rank's segments of a document that are its own, ascending.
   std::span<const Held> held(int64_t document) const;
 
-  /// This rank's segments of all rows that a document has, those that it shares included, ascending.
+  /// This rank's segments of all rows that a document has, those of others included, ascending.
   std::vector<Held> held_keys(int64_t document) const;
 
   /// The entry of by_row_ that holds all of rows [row, row + num_rows), or null if none does.
@@ -83,23 +83,26 @@ class Checker {
     const Held& s = *std::prev(after);
     return row + num_rows <= s.row + (s.end - s.begin) ? &s : nullptr;
   }
-  /// Whether rows [begin, begin + num_rows) of the document lie on this rank from `row` on. If the document shares
-  /// them, they are all of one other.
+  /// Whether rows [begin, begin + num_rows) of the document lie on this rank from `row` on. They are all own rows of
+  /// one document, which follow one another there.
   bool holds(int64_t row, int64_t num_rows, int64_t document, int64_t begin) const {
+    const auto [owner, own_row] = owner_of(document, begin, begin + num_rows);
+    return is_at(row, num_rows, owner, own_row);
+  }
+  /// Whether own rows [begin, begin + num_rows) of a document lie on this rank from `row` on.
+  bool is_at(int64_t row, int64_t num_rows, int64_t document, int64_t begin) const {
     const Held* const s = segment_of(row, num_rows);
-    for (const BranchRow* b = slice_.branch(document); b != nullptr && begin < b->first_row;
-         b = slice_.branch(document)) {
-      if (begin + num_rows > b->first_row) return false;
-      document = b->parent;
-    }
     return s != nullptr && s->document == document && s->begin + (row - s->row) == begin;
   }
 
-  /// The document whose own row `row` of a document is.
-  int64_t document_of(int64_t document, int64_t row) const {
-    const BranchRow* b = slice_.branch(document);
-    for (; b != nullptr && row < b->first_row; b = slice_.branch(document)) document = b->parent;
-    return document;
+  /// Whose own rows [begin, end) of a document are, and its row that the first of them is. (-1, -1) if they are of
+  /// several.
+  std::pair<int64_t, int64_t> owner_of(int64_t document, int64_t begin, int64_t end) const {
+    std::pair<int64_t, int64_t> found(-1, -1);
+    slice_.for_each_owner(document, begin, end, [&](int64_t owner, int64_t row, int64_t num_rows) {
+      if (num_rows == end - begin) found = {owner, row};
+    });
+    return found;
   }
 
   int64_t stride(Phase p, Direction d, TensorKind kind, const Part& part) const {
@@ -187,10 +190,10 @@ class Checker {
   struct Pool {
     const GroupRow* first = nullptr;
     int64_t num_blocks = 0;
-    // Of whole blocks: by the document whose own the last row is, and by the first row.
-    std::map<std::pair<int64_t, int64_t>, int64_t> places;
+    std::map<std::vector<int64_t>, int64_t> places;  // of whole blocks: by the rows that they have
   };
 
+  /// Gradients that go into a sum of this home: own rows of a document from `begin` on.
   struct OwnTerm {
     Move move;
     int64_t document, begin;

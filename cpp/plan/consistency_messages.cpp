@@ -100,7 +100,7 @@ bool Checker::take_own_term(TensorKind kind, int64_t offset, const ReceiveRow& s
   if (own == own_terms_.end()) return false;
   const Part& part = own->move.part;
   check_plan(part.num_rows == sum.num_rows && part.kv_head_begin == sum.kv_head_begin &&
-                 part.kv_head_end == sum.kv_head_end && holds(sum.row, sum.num_rows, own->document, own->begin),
+                 part.kv_head_end == sum.kv_head_end && is_at(sum.row, sum.num_rows, own->document, own->begin),
              "this rank's own term of a sum is of other rows");
   own_terms_.erase(own);
   return true;

@@ -96,138 +96,194 @@ Block emptiest_block(const std::vector<int64_t>& used, size_t n) {
 
 }  // namespace
 
-Layout::Layout(std::vector<std::vector<Segment>> ranks, std::vector<Branch> branches)
-    : ranks_(std::move(ranks)), branches_(std::move(branches)) {
+Layout::Layout(std::vector<std::vector<Segment>> ranks, std::vector<Branch> branches, std::vector<Shared> shared)
+    : ranks_(std::move(ranks)) {
   require(!ranks_.empty() && ranks_.size() <= static_cast<size_t>(kMaxRanks), "layout: ", ranks_.size(),
           " ranks; 1 to ", kMaxRanks, " are allowed");
+  std::vector<Placement> placements;
   for (size_t r = 0; r < ranks_.size(); ++r) {
     int64_t row = 0;
     for (size_t i = 0; i < ranks_[r].size(); ++i) {
       const Segment& s = ranks_[r][i];
       check_segment(s, r, i);
-      if (s.document != kPadding) placements_.push_back({s.document, s.begin, s.end, static_cast<int64_t>(r), row});
+      if (s.document != kPadding) placements.push_back({s.document, s.begin, s.end, static_cast<int64_t>(r), row});
       row += s.num_rows();
       require(row <= kMaxRows, "layout: rank ", r, " holds more than ", kMaxRows, " rows");
     }
     num_rows_.push_back(row);
   }
-  std::sort(placements_.begin(), placements_.end(), [](const Placement& a, const Placement& b) {
+  std::sort(placements.begin(), placements.end(), [](const Placement& a, const Placement& b) {
     return a.document != b.document ? a.document < b.document : a.begin < b.begin;
   });
-  std::ranges::sort(branches_, {}, &Branch::document);
-  const auto is_branch = [&](int64_t document) {
-    return std::ranges::binary_search(branches_, document, {}, &Branch::document);
-  };
-  for (const Placement& p : placements_) {
+  std::vector<int64_t> begin_with_others;
+  for (const Branch& b : branches) begin_with_others.push_back(b.document);
+  for (const Shared& s : shared) begin_with_others.push_back(s.document);
+  std::ranges::sort(begin_with_others);
+  for (const Placement& p : placements) {
     const int64_t next = num_documents();
-    if (p.document == next - 1) {
-      int64_t& length = document_lengths_.back();
-      require(p.begin == length, "layout: document ", p.document, ": rows [", std::min(p.begin, length), ", ",
-              std::max(p.begin, length), ") are ", p.begin > length ? "on no rank" : "given twice", " (rank ", p.rank,
-              ")");
-      length = p.end;
-      continue;
+    if (p.document != next - 1) {
+      require(p.document == next, "layout: document ", next, " is missing; documents are numbered 0 .. n-1 without ",
+              "gaps, and the next one given is ", p.document, " on rank ", p.rank);
+      require(p.begin == 0 || std::ranges::binary_search(begin_with_others, p.document), "layout: document ",
+              p.document, ": rows [0, ", p.begin, ") are on no rank");
+      placements_.next();
+      document_lengths_.push_back(p.begin);
     }
-    require(p.document == next, "layout: document ", next, " is missing; documents are numbered 0 .. n-1 without gaps,",
-            " and the next one given is ", p.document, " on rank ", p.rank);
-    require(p.begin == 0 || is_branch(p.document), "layout: document ", p.document, ": rows [0, ", p.begin,
-            ") are on no rank");
-    first_placement_.push_back(static_cast<size_t>(&p - placements_.data()));
-    document_lengths_.push_back(p.end);
+    int64_t& length = document_lengths_.back();
+    require(p.begin == length, "layout: document ", p.document, ": rows [", std::min(p.begin, length), ", ",
+            std::max(p.begin, length), ") are ", p.begin > length ? "on no rank" : "given twice", " (rank ", p.rank,
+            ")");
+    length = p.end;
+    placements_.add(p);
   }
-  first_placement_.push_back(placements_.size());
-  if (!branches_.empty()) add_branches();
+  if (begin_with_others.empty()) return;
+  add_shared(branches, std::move(shared));
+  check_shared();
+  find_clusters();
+  find_keys();
 }
 
-/// Checks the branches, and finds what each document shares with which others.
-void Layout::add_branches() {
-  const auto n = static_cast<size_t>(num_documents());
-  std::vector<int64_t> parents(n, -1);
-  for (const Branch& b : branches_) {
-    require(b.document >= 0 && b.document < num_documents() && b.parent >= 0 && b.parent < num_documents(),
-            "layout: document ", b.document, " branches off document ", b.parent, "; 0 to ", num_documents() - 1,
-            " are allowed");
-    require(parents[static_cast<size_t>(b.document)] < 0, "layout: document ", b.document,
-            " branches off two documents: ", parents[static_cast<size_t>(b.document)], " and ", b.parent);
-    const int64_t first = first_row(b.document);
-    require(first_row(b.parent) < first && first <= document_lengths_[static_cast<size_t>(b.parent)],
-            "layout: document ", b.document, ", whose first row is ", first, ", branches off document ", b.parent,
-            ", which has rows [", first_row(b.parent), ", ", document_lengths_[static_cast<size_t>(b.parent)],
-            "); it has to have the row before that one");
-    parents[static_cast<size_t>(b.document)] = b.parent;
+/// Finds which rows of others each document begins with. Those of branches are rows that their parents have.
+void Layout::add_shared(const std::vector<Branch>& branches, std::vector<Shared> shared) {
+  const int64_t n = num_documents();
+  const auto own = [&](int64_t document) { return placements_[document].front().begin; };
+  const auto length = [&](int64_t document) { return document_lengths_[static_cast<size_t>(document)]; };
+  std::ranges::stable_sort(shared, {}, &Shared::document);
+  for (const Shared& s : shared) {
+    require(s.document >= 0 && s.document < n && s.of >= 0 && s.of < n, "layout: document ", s.document,
+            " begins with rows of document ", s.of, "; 0 to ", n - 1, " are allowed");
+    require(own(s.of) <= s.begin && s.begin < s.end && s.end <= length(s.of), "layout: document ", s.document,
+            " begins with rows [", s.begin, ", ", s.end, ") of document ", s.of, ", whose own are [", own(s.of), ", ",
+            length(s.of), ")");
   }
-  trees_.resize(n);
-  std::vector<std::vector<Reader>> readers(n);
-  std::vector<int64_t> path;  // the document, and those that it branches off, up to the one that is no branch
+  std::vector<int64_t> parents(static_cast<size_t>(n), -1);
+  for (const Branch& b : branches) {
+    require(b.document >= 0 && b.document < n && b.parent >= 0 && b.parent < n, "layout: document ", b.document,
+            " branches off document ", b.parent, "; 0 to ", n - 1, " are allowed");
+    int64_t& parent = parents[static_cast<size_t>(b.document)];
+    require(parent < 0 && !std::ranges::binary_search(shared, b.document, {}, &Shared::document), "layout: document ",
+            b.document, " branches off two documents, or off one and begins with rows of others");
+    require(own(b.parent) < own(b.document) && own(b.document) <= length(b.parent), "layout: document ", b.document,
+            ", whose first row is ", own(b.document), ", branches off document ", b.parent, ", which has rows [",
+            own(b.parent), ", ", length(b.parent), "); it has to have the row before that one");
+    parent = b.parent;
+  }
+  std::vector<Shared> rows;  // of what a branch has, from the last one to the first
+  for (int64_t document = 0; document < n; ++document) {
+    rows.clear();
+    int64_t d = document;
+    for (int64_t end = own(d); parents[static_cast<size_t>(d)] >= 0; end = own(d)) {
+      d = parents[static_cast<size_t>(d)];
+      rows.push_back({document, 0, d, own(d), end});
+    }
+    const auto said = std::ranges::equal_range(shared, d, {}, &Shared::document);
+    shared_.next();
+    int64_t found = 0;
+    const auto add = [&](int64_t of, int64_t begin, int64_t end) {
+      Shared* const last = found > 0 ? &shared_.last() : nullptr;
+      if (last != nullptr && last->of == of && last->end == begin)
+        last->end = end;
+      else
+        shared_.add({document, found, of, begin, end});
+      found += end - begin;
+    };
+    for (const Shared& s : said) add(s.of, s.begin, s.end);
+    for (auto s = rows.rbegin(); s != rows.rend(); ++s) add(s->of, s->begin, s->end);
+    require(found == own(document), "layout: document ", document, " begins with ", found,
+            " rows of others; its own begin at row ", own(document));
+  }
+}
+
+/// Checks that no document has a row twice.
+void Layout::check_shared() const {
+  std::vector<Shared> sorted;
   for (int64_t document = 0; document < num_documents(); ++document) {
-    path.clear();
-    for (int64_t d = document; d >= 0; d = parents[static_cast<size_t>(d)]) path.push_back(d);
-    trees_[static_cast<size_t>(document)] = path.back();
-    first_key_placement_.push_back(key_placements_.size());
-    for (size_t i = path.size(); i-- > 0;) {
-      const int64_t d = path[i];
-      const int64_t end = i == 0 ? document_lengths_[static_cast<size_t>(d)] : first_row(path[i - 1]);
-      readers[static_cast<size_t>(d)].push_back({document, end});
-      if (path.size() == 1) break;
-      for (Placement p : placements(d)) {
-        if (p.begin >= end) break;
-        p.end = std::min(p.end, end);
-        key_placements_.push_back(p);
+    const auto rows = shared_[document];
+    sorted.assign(rows.begin(), rows.end());
+    std::ranges::sort(sorted, {}, [](const Shared& s) { return std::pair(s.of, s.begin); });
+    for (size_t i = 0; i < sorted.size(); ++i) {
+      const Shared& s = sorted[i];
+      require(s.of != document, "layout: document ", document, " begins with its own row ", s.begin);
+      require(i == 0 || s.of != sorted[i - 1].of || s.begin >= sorted[i - 1].end, "layout: document ", document,
+              " begins with row ", s.begin, " of document ", s.of, " twice");
+    }
+  }
+}
+
+void Layout::find_clusters() {
+  clusters_.resize(static_cast<size_t>(num_documents()));
+  std::iota(clusters_.begin(), clusters_.end(), 0);
+  const auto find = [&](int64_t document) {
+    while (cluster(document) != document)
+      document = clusters_[static_cast<size_t>(document)] = cluster(cluster(document));
+    return document;
+  };
+  for (const Shared& s : shared_.all()) {
+    const int64_t a = find(s.document), b = find(s.of);
+    clusters_[static_cast<size_t>(std::max(a, b))] = std::min(a, b);
+  }
+  for (int64_t& c : clusters_) c = cluster(c);  // ascending: that of a lower number is found already
+}
+
+/// Finds where the keys of each document lie, and which documents have its rows.
+void Layout::find_keys() {
+  const auto n = static_cast<size_t>(num_documents());
+  std::vector<std::vector<Shared>> readers(n);
+  std::vector<Shared> rows;
+  for (int64_t document = 0; document < num_documents(); ++document) {
+    const int64_t first = first_row(document);
+    rows.assign(shared_[document].begin(), shared_[document].end());
+    rows.push_back({document, first, document, first, document_lengths_[static_cast<size_t>(document)]});
+    key_placements_.next();
+    for (const Shared& s : rows) {
+      readers[static_cast<size_t>(s.of)].push_back(s);
+      if (first == 0) continue;
+      const auto of_owner = placements(s.of);
+      auto p = std::ranges::upper_bound(of_owner, s.begin, {}, &Placement::end);
+      for (; p != of_owner.end() && p->begin < s.end; ++p) {
+        Placement part = p->within(s.begin, s.end);
+        part.begin += s.shift();
+        part.end += s.shift();
+        part.shift = s.shift();
+        key_placements_.add(part);
       }
     }
+    std::ranges::sort(rows, {}, [](const Shared& s) { return std::pair(s.of, s.begin); });
+    by_owner_.next();
+    for (const Shared& s : rows) by_owner_.add(s);
   }
-  first_key_placement_.push_back(key_placements_.size());
-  for (const std::vector<Reader>& of_document : readers) {
-    first_reader_.push_back(readers_.size());
-    readers_.insert(readers_.end(), of_document.begin(), of_document.end());
+  for (const std::vector<Shared>& of_document : readers) {
+    readers_.next();
+    for (const Shared& s : of_document) readers_.add(s);
   }
-  first_reader_.push_back(readers_.size());
 }
 
-int64_t Layout::parent(int64_t branch) const {
-  return std::ranges::lower_bound(branches_, branch, {}, &Branch::document)->parent;
-}
-
-int64_t Layout::shared_rows(int64_t a, int64_t b) const {
-  int64_t shared = std::min(document_lengths_[static_cast<size_t>(a)], document_lengths_[static_cast<size_t>(b)]);
-  // First rows of what a document branches off are lower and lower. The one with the higher first row is therefore not
-  // what the other one branches off.
-  while (a != b) {
-    int64_t& further = first_row(a) >= first_row(b) ? a : b;
-    shared = std::min(shared, first_row(further));
-    if (shared == 0) return 0;
-    further = parent(further);
+void Layout::add_common(int64_t document, int64_t other, int64_t from, int64_t to,
+                        std::vector<std::pair<int64_t, int64_t>>& found) const {
+  if (document == other) {
+    if (from < to) found.emplace_back(from, to);
+    return;
   }
-  return shared;
-}
-
-std::span<const Placement> Layout::key_placements(int64_t document) const {
-  if (first_row(document) == 0) return placements(document);
-  const size_t first = first_key_placement_[static_cast<size_t>(document)];
-  return std::span(key_placements_).subspan(first, first_key_placement_[static_cast<size_t>(document) + 1] - first);
-}
-
-std::span<const Placement> Layout::placements(int64_t document) const {
-  const size_t first = first_placement_[static_cast<size_t>(document)];
-  return std::span(placements_).subspan(first, first_placement_[static_cast<size_t>(document) + 1] - first);
-}
-
-std::span<const BidirectionalRows> Layout::bidirectional(int64_t document) const {
-  if (bidirectional_.empty()) return {};
-  const size_t first = first_bidirectional_[static_cast<size_t>(document)];
-  return std::span(bidirectional_).subspan(first, first_bidirectional_[static_cast<size_t>(document) + 1] - first);
+  const auto of_document = by_owner_[document];
+  auto first = of_document.begin();
+  for (const Shared& theirs : by_owner_[other]) {
+    const int64_t begin = std::max(theirs.begin, from - theirs.shift());
+    const int64_t end = std::min(theirs.end, to - theirs.shift());
+    if (begin >= end) continue;
+    while (first != of_document.end() && std::pair(first->of, first->end) <= std::pair(theirs.of, begin)) ++first;
+    for (auto ours = first; ours != of_document.end() && ours->of == theirs.of && ours->begin < end; ++ours)
+      found.emplace_back(std::max(begin, ours->begin) + ours->shift(), std::min(end, ours->end) + ours->shift());
+  }
 }
 
 Layout Layout::with_bidirectional(const std::vector<std::pair<int64_t, BidirectionalRows>>& rows_of_documents) const {
   Layout made = *this;
-  made.bidirectional_.clear();
-  made.first_bidirectional_.clear();
+  made.bidirectional_ = {};
   if (rows_of_documents.empty()) return made;
   auto sorted = rows_of_documents;
   std::sort(sorted.begin(), sorted.end(), [](const auto& a, const auto& b) {
     return a.first != b.first ? a.first < b.first : a.second.begin < b.second.begin;
   });
-  made.first_bidirectional_.assign(static_cast<size_t>(num_documents()) + 1, 0);
   int64_t last_document = -1, last_end = 0;
   for (const auto& [document, rows] : sorted) {
     require(document >= 0 && document < num_documents(), "layout: bidirectional rows [", rows.begin, ", ", rows.end,
@@ -239,13 +295,11 @@ Layout Layout::with_bidirectional(const std::vector<std::pair<int64_t, Bidirecti
     require(document != last_document || rows.begin >= last_end, "layout: document ", document,
             ": bidirectional rows [", rows.begin, ", ", rows.end, ") begin before the ones before them end, at row ",
             last_end);
-    last_document = document;
+    for (; last_document < document; ++last_document) made.bidirectional_.next();
     last_end = rows.end;
-    made.bidirectional_.push_back(rows);
-    ++made.first_bidirectional_[static_cast<size_t>(document) + 1];
+    made.bidirectional_.add(rows);
   }
-  std::partial_sum(made.first_bidirectional_.begin(), made.first_bidirectional_.end(),
-                   made.first_bidirectional_.begin());
+  for (; last_document + 1 < num_documents(); ++last_document) made.bidirectional_.next();
   return made;
 }
 
@@ -367,7 +421,7 @@ Layout Layout::join(const std::vector<Part>& parts, int64_t num_ranks) {
   std::vector<std::vector<Segment>> ranks(static_cast<size_t>(num_ranks));
   std::vector<char> taken(ranks.size(), 0);
   std::vector<std::pair<int64_t, BidirectionalRows>> bidirectional;
-  std::vector<Branch> branches;
+  std::vector<Shared> shared;
   int64_t num_documents = 0;
   for (const Part& part : parts) {
     require(std::ssize(part.ranks) == part.layout->num_ranks(), "layout: a part of ", part.layout->num_ranks(),
@@ -385,11 +439,14 @@ Layout Layout::join(const std::vector<Part>& parts, int64_t num_ranks) {
     for (int64_t document = 0; document < part.layout->num_documents(); ++document)
       for (const BidirectionalRows& rows : part.layout->bidirectional(document))
         bidirectional.emplace_back(num_documents + document, rows);
-    for (const Branch& b : part.layout->branches())
-      branches.push_back({num_documents + b.document, num_documents + b.parent});
+    for (Shared s : part.layout->shared()) {
+      s.document += num_documents;
+      s.of += num_documents;
+      shared.push_back(s);
+    }
     num_documents += part.layout->num_documents();
   }
-  return Layout(std::move(ranks), std::move(branches)).with_bidirectional(bidirectional);
+  return Layout(std::move(ranks), {}, std::move(shared)).with_bidirectional(bidirectional);
 }
 
 }  // namespace distca::plan

@@ -1,6 +1,7 @@
 // The layout: which rows of which documents every rank holds, in the order of its packed token tensor.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -32,29 +33,64 @@ struct Placement {
   int64_t begin = 0;
   int64_t end = 0;
   int64_t rank = 0;
-  int64_t row = 0;  // row of `begin` in the rank's token tensor
+  int64_t row = 0;    // row of `begin` in the rank's token tensor
+  int64_t shift = 0;  // of keys: they are rows [begin - shift, end - shift) of `document` (Layout::key_placements)
+
+  /// The part of it in [from, to), which may be empty.
+  Placement within(int64_t from, int64_t to) const {
+    Placement part = *this;
+    part.begin = std::max(begin, from);
+    part.end = std::min(end, to);
+    part.row += part.begin - begin;
+    return part;
+  }
 };
 
-/// A document that shares its first rows with another one, `parent`: those before the first row of its own.
+/// Rows [begin, end) of document `of`, its own, which `document` has from its row `at` on.
+struct Shared {
+  int64_t document = 0, at = 0;
+  int64_t of = 0, begin = 0, end = 0;
+
+  int64_t num_rows() const { return end - begin; }
+  /// What a row of `of` is later in `document`.
+  int64_t shift() const { return at - begin; }
+  bool operator==(const Shared&) const = default;
+};
+
+/// A document that begins with all rows that another one, `parent`, has before the first row of its own.
 struct Branch {
   int64_t document = 0;
   int64_t parent = 0;
-
-  bool operator==(const Branch&) const = default;
 };
 
-/// A document whose rows may see rows of another one: those before `end`.
-struct Reader {
-  int64_t document = 0;
-  int64_t end = 0;
+/// Things of documents, document by document.
+template <class T>
+class ByDocument {
+ public:
+  /// Goes on to the next document.
+  void next() { first_.push_back(things_.size()); }
+  void add(const T& thing) { things_.push_back(thing); }
+  T& last() { return things_.back(); }
+
+  bool empty() const { return things_.empty(); }
+  std::span<const T> all() const { return things_; }
+  std::span<const T> operator[](int64_t document) const {
+    const size_t d = static_cast<size_t>(document), begin = first_[d];
+    return std::span(things_).subspan(begin, (d + 1 < first_.size() ? first_[d + 1] : things_.size()) - begin);
+  }
+
+ private:
+  std::vector<T> things_;
+  std::vector<size_t> first_;
 };
 
 /// Which rows every rank holds. The constructor checks that documents are numbered 0 .. n-1 and that the segments of
-/// each document tile [0, length) exactly, or those of a branch [first_row, length), where the parent has the row
-/// before its first one.
+/// each document tile [0, length) exactly, or [first_row, length) if it begins with rows of other documents. These are
+/// the ones that `shared` says, in that order (`at` does not count), or those of a parent.
 class DISTCA_EXPORT Layout {
  public:
-  explicit Layout(std::vector<std::vector<Segment>> ranks, std::vector<Branch> branches = {});
+  explicit Layout(std::vector<std::vector<Segment>> ranks, std::vector<Branch> branches = {},
+                  std::vector<Shared> shared = {});
 
   /// Data parallel: every rank holds whole documents, numbered over the ranks in order.
   static Layout from_documents(const std::vector<std::vector<int64_t>>& lengths);
@@ -91,65 +127,67 @@ class DISTCA_EXPORT Layout {
   const std::vector<std::vector<Segment>>& ranks() const { return ranks_; }
   const std::vector<int64_t>& document_lengths() const { return document_lengths_; }
   /// All segments of all documents, ascending by (document, begin).
-  std::span<const Placement> placements() const { return placements_; }
+  std::span<const Placement> placements() const { return placements_.all(); }
   /// All segments of one document, in ascending order.
-  std::span<const Placement> placements(int64_t document) const;
-  /// The documents that share first rows with another one, ascending.
-  std::span<const Branch> branches() const { return branches_; }
-  bool has_branches() const { return !branches_.empty(); }
-  /// The first row of a document that is its own; 0 unless it is a branch.
-  int64_t first_row(int64_t document) const {
-    return branches_.empty() ? 0 : placements_[first_placement_[static_cast<size_t>(document)]].begin;
+  std::span<const Placement> placements(int64_t document) const { return placements_[document]; }
+  /// The rows of others that documents begin with, by document and `at`. Ranges that continue one another are one.
+  std::span<const Shared> shared() const { return shared_.all(); }
+  std::span<const Shared> shared(int64_t document) const {
+    return shared_.empty() ? std::span<const Shared>() : shared_[document];
   }
-  /// The document that a branch shares its first rows with.
-  int64_t parent(int64_t branch) const;
-  /// The document that all documents with which this one shares rows branch off, over however many others. It stands
-  /// for all of them.
-  int64_t tree(int64_t document) const { return branches_.empty() ? document : trees_[static_cast<size_t>(document)]; }
-  /// How many first rows two documents have in common; all if they are one document.
-  int64_t shared_rows(int64_t a, int64_t b) const;
+  bool has_shared() const { return !shared_.empty(); }
+  /// The first row of a document that is its own; 0 unless it begins with rows of others.
+  int64_t first_row(int64_t document) const { return shared_.empty() ? 0 : placements_[document].front().begin; }
+  /// The lowest number of all documents with which this one shares rows, over however many others. It stands for all of
+  /// them.
+  int64_t cluster(int64_t document) const {
+    return shared_.empty() ? document : clusters_[static_cast<size_t>(document)];
+  }
   /// Whether rows of the document see those of another one, or the other way round.
   bool shares_rows(int64_t document) const {
-    return has_branches() && (first_row(document) > 0 || readers_of(document).size() > 1);
+    return has_shared() && (first_row(document) > 0 || readers_[document].size() > 1);
   }
-  /// The segments of all rows that a document has, those that it shares included, in ascending order. Each lies in one
+  /// The segments of all rows that a document has, those of others included, in ascending order. Each lies in one
   /// document, of which it has the number.
-  std::span<const Placement> key_placements(int64_t document) const;
-  /// Calls visit(Reader) for every document whose rows may see those that are the document's own: itself and its
-  /// branches, over however many others.
+  std::span<const Placement> key_placements(int64_t document) const {
+    return first_row(document) == 0 ? placements(document) : key_placements_[document];
+  }
+  /// Adds to `found` the rows [begin, end) of a document that rows [from, to) of another one are, too.
+  void add_common(int64_t document, int64_t other, int64_t from, int64_t to,
+                  std::vector<std::pair<int64_t, int64_t>>& found) const;
+  /// Calls visit(Shared) for all rows of a document that it has itself, and that others have.
   template <class Visit>
   void for_each_reader(int64_t document, const Visit& visit) const {
-    if (branches_.empty()) return visit(Reader{document, document_lengths_[static_cast<size_t>(document)]});
-    for (const Reader& reader : readers_of(document)) visit(reader);
+    if (shared_.empty())
+      return visit(Shared{document, 0, document, 0, document_lengths_[static_cast<size_t>(document)]});
+    for (const Shared& rows : readers_[document]) visit(rows);
   }
 
   /// The rows of a document that see each other besides what its mask lets them see, in ascending order.
-  std::span<const BidirectionalRows> bidirectional(int64_t document) const;
+  std::span<const BidirectionalRows> bidirectional(int64_t document) const {
+    return bidirectional_.empty() ? std::span<const BidirectionalRows>() : bidirectional_[document];
+  }
   /// Whether any document has such rows.
   bool has_bidirectional() const { return !bidirectional_.empty(); }
 
  private:
-  void add_branches();
-  std::span<const Reader> readers_of(int64_t document) const {
-    const size_t first = first_reader_[static_cast<size_t>(document)];
-    return std::span(readers_).subspan(first, first_reader_[static_cast<size_t>(document) + 1] - first);
-  }
+  void add_shared(const std::vector<Branch>& branches, std::vector<Shared> shared);
+  void check_shared() const;
+  void find_clusters();
+  void find_keys();
 
   std::vector<std::vector<Segment>> ranks_;
   std::vector<int64_t> num_rows_;
   std::vector<int64_t> document_lengths_;
-  std::vector<Placement> placements_;
-  std::vector<size_t> first_placement_;  // first index of each document, then the number of all
-  // These are empty if there are no branches.
-  std::vector<Branch> branches_;
-  std::vector<int64_t> trees_;               // by document
-  std::vector<Placement> key_placements_;    // of branches
-  std::vector<size_t> first_key_placement_;  // first index of each document, then the number of all
-  std::vector<Reader> readers_;
-  std::vector<size_t> first_reader_;  // the same
+  ByDocument<Placement> placements_;
+  // These are empty if no document begins with rows of others.
+  ByDocument<Shared> shared_;
+  ByDocument<Shared> by_owner_;           // the same and its own rows, by `of` and `begin`
+  ByDocument<Shared> readers_;            // the same, of each `of`, by `document` and `at`
+  std::vector<int64_t> clusters_;         // by document
+  ByDocument<Placement> key_placements_;  // of documents that begin with rows of others
 
-  std::vector<BidirectionalRows> bidirectional_;
-  std::vector<size_t> first_bidirectional_;  // the same; empty if no document has any
+  ByDocument<BidirectionalRows> bidirectional_;  // empty if no document has any
 };
 
 }  // namespace distca::plan

@@ -25,7 +25,7 @@ std::span<const int64_t> words_of(const std::vector<Row, Allocator>& rows) {
 uint64_t layout_digest(const Layout& layout) {
   ListDigest d;
   for (const std::vector<Segment>& segments : layout.ranks()) d.add(words_of(segments));
-  if (layout.has_branches()) d.add(words_of(layout.branches()));
+  if (layout.has_shared()) d.add(words_of(layout.shared()));
   for (int64_t document = 0; layout.has_bidirectional() && document < layout.num_documents(); ++document)
     d.add(words_of(layout.bidirectional(document)));
   return d.value();
@@ -59,7 +59,7 @@ PlanArguments arguments_of(const Layout& layout, const PlanOptions& o, std::span
 
 /// The words of all tables but that of the ranks' digests.
 TableWords words_of(const SliceTables& t) {
-  return {std::span<const int64_t>(), words_of(t.scores),   words_of(t.branches), words_of(t.bidirectional),
+  return {std::span<const int64_t>(), words_of(t.scores),   words_of(t.shared),   words_of(t.bidirectional),
           words_of(t.groups),         words_of(t.tasks),    words_of(t.blocks),   words_of(t.grads),
           words_of(t.segments),       words_of(t.sends[0]), words_of(t.sends[1]), words_of(t.receives[0]),
           words_of(t.receives[1]),    words_of(t.waits[0]), words_of(t.waits[1])};

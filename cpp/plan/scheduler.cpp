@@ -199,7 +199,7 @@ Scheduler::Move Scheduler::best_move(const Piece& p, int64_t amount, int64_t min
     for (size_t i = begin; i < std::min(of_document.size(), here + kNeighbours); ++i)
       if (room_of_[static_cast<size_t>(of_document[i].rank)] > 0)
         consider(p, amount, min_rows, static_cast<int32_t>(of_document[i].rank), best);
-    int32_t moved = gathers_ ? last_moved_[static_cast<size_t>(layout_.tree(document))] : -1;
+    int32_t moved = gathers_ ? last_moved_[static_cast<size_t>(layout_.cluster(document))] : -1;
     for (int i = 0; i < kTakers && moved >= 0; ++i) {
       const Piece& taken = pieces_[static_cast<size_t>(moved)];
       if (room_of_[static_cast<size_t>(taken.server)] > 0) consider(p, amount, min_rows, taken.server, best);
@@ -244,12 +244,11 @@ int64_t Scheduler::missing_keys(const Piece& p, const Shard& s, int32_t server) 
   if (of_keys.size() == 1 && last_moved_[static_cast<size_t>(document)] < 0 && !layout_.shares_rows(document))
     return end - next;
   std::vector<std::pair<int64_t, int64_t>> present;
-  // What a document of the same tree brings to the server, or has there.
+  // What a document with common rows brings to the server, or has there.
   const auto add_keys_of = [&](int64_t other, int64_t first_row, int64_t end_row) {
     const auto [rows, other_mask] = options_.document(layout_, other);
-    const int64_t key = other_mask.first_key(first_row);
-    const int64_t end_key = std::min(other_mask.end_key(end_row - 1, rows), layout_.shared_rows(document, other));
-    if (key < end_key) present.emplace_back(key, end_key);
+    layout_.add_common(document, other, other_mask.first_key(first_row), other_mask.end_key(end_row - 1, rows),
+                       present);
   };
   for (const Placement& q : of_keys.first(of_keys.size() - of_document.size()))
     if (q.rank == server) present.emplace_back(q.begin, q.end);
@@ -264,17 +263,17 @@ int64_t Scheduler::missing_keys(const Piece& p, const Shard& s, int32_t server) 
     else
       present.emplace_back(std::min(q.begin, mask.first_key(q.begin)), mask.end_key(q.end - 1, length));
   }
-  if (layout_.has_branches()) {
+  if (layout_.has_shared()) {
     for (int32_t i : held) {
       const Placement& q = layout_.placements()[static_cast<size_t>(i)];
-      if (q.document != document && layout_.tree(q.document) == layout_.tree(document) &&
+      if (q.document != document && layout_.cluster(q.document) == layout_.cluster(document) &&
           !is_cut_[static_cast<size_t>(i)])
         add_keys_of(q.document, q.begin, q.end);
     }
   }
   for (int32_t i = first_piece_[static_cast<size_t>(server)]; i >= 0; i = pieces_[static_cast<size_t>(i)].next) {
     const Piece& q = pieces_[static_cast<size_t>(i)];
-    if (q.empty() || layout_.tree(placement_of(q).document) != layout_.tree(document)) continue;
+    if (q.empty() || layout_.cluster(placement_of(q).document) != layout_.cluster(document)) continue;
     // A piece counts if it has all heads of the shard, which are the first ones of `p`.
     if (q.head_begin <= p.head_begin && q.head_end >= p.head_begin + s.num_heads)
       add_keys_of(placement_of(q).document, q.begin, q.end);
@@ -317,7 +316,7 @@ void Scheduler::apply(int32_t index, const Move& move) {
   keep(head_end, p.head_end, p.begin, p.end);
   keep(p.head_begin, head_end, p.begin, s.begin);
   keep(p.head_begin, head_end, s.end, p.end);
-  int32_t& last_moved = last_moved_[static_cast<size_t>(layout_.tree(document))];
+  int32_t& last_moved = last_moved_[static_cast<size_t>(layout_.cluster(document))];
   last_moved = add_piece({p.placement, move.rank, p.origin, p.head_begin, head_end, s.begin, s.end, -1, last_moved});
   is_cut_[static_cast<size_t>(p.placement)] = 1;
   if (is_additive_) {

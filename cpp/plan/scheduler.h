@@ -164,7 +164,7 @@ class Scheduler {
   std::vector<Piece> pieces_;
   std::vector<int32_t> first_piece_;            // of each server; -1: none
   std::vector<char> is_materialised_, is_cut_;  // by rank; by placement
-  std::vector<int32_t> last_moved_;             // by tree: the piece that moved last; -1: none did
+  std::vector<int32_t> last_moved_;             // by cluster: the piece that moved last; -1: none did
   std::vector<Room> rooms_;                     // ascending
   std::vector<int64_t> room_of_;                // by rank: the amount of its entry in rooms_; 0: none
   std::vector<Source> sources_;                 // a heap

@@ -29,7 +29,7 @@ class Filler {
   void run() {
     clear();
     t_.scores.assign(options_.scores.begin(), options_.scores.end());
-    add_branches();
+    add_shared();
     add_bidirectional();
     add_whole_documents();
     for (uint32_t g : a_.groups_of_server[rank_]) add_group(a_.groups[g]);
@@ -48,7 +48,7 @@ class Filler {
 
  private:
   void clear() {
-    t_.branches.clear();
+    t_.shared.clear();
     t_.bidirectional.clear();
     t_.groups.clear();
     t_.tasks.clear();
@@ -83,18 +83,15 @@ class Filler {
     }
   }
 
-  /// Adds the branches of which this rank holds or computes rows, and those that they branch off.
-  void add_branches() {
-    if (!layout_.has_branches()) return;
+  /// Adds what the documents begin with of which this rank holds or computes rows.
+  void add_shared() {
+    if (!layout_.has_shared()) return;
     std::set<int64_t> documents;
     for (const Segment& s : layout_.ranks()[static_cast<size_t>(rank_)])
       if (s.document != kPadding) documents.insert(s.document);
     for (auto t = first_task(); t != tasks_.end() && t->server == rank_; ++t) documents.insert(t->document);
-    std::map<int64_t, BranchRow> found;
     for (int64_t document : documents)
-      for (int64_t d = document; layout_.first_row(d) > 0 && !found.contains(d); d = layout_.parent(d))
-        found[d] = {d, layout_.parent(d), layout_.first_row(d)};
-    for (const auto& [document, branch] : found) add(t_.branches, branch);
+      for (const Shared& rows : layout_.shared(document)) add(t_.shared, rows);
   }
 
   std::span<const Task>::iterator first_task() const {
@@ -215,10 +212,12 @@ class Filler {
   /// Sends keys of one of this rank's segments to the servers that need them, and copies those that lie in a block
   /// which this rank itself assembles.
   void send_keys(const Placement& segment) {
-    layout_.for_each_reader(segment.document, [&](const Reader& reader) {
-      Placement seen = segment;
-      seen.end = std::min(segment.end, reader.end);
-      if (seen.begin < seen.end) send_keys(seen, reader.document);
+    layout_.for_each_reader(segment.document, [&](const Shared& rows) {
+      Placement seen = segment.within(rows.begin, rows.end);
+      if (seen.begin >= seen.end) return;
+      seen.begin += rows.shift();
+      seen.end += rows.shift();
+      send_keys(seen, rows.document);
     });
   }
   void send_keys(const Placement& segment, int64_t reader) {

@@ -31,11 +31,12 @@
 #include "common/digest.h"
 #include "common/dtype.h"
 #include "common/mask.h"
+#include "plan/layout.h"
 
 namespace distca::plan {
 
 inline constexpr int64_t kMagic = 0x64697374636131;  // "distca1"
-inline constexpr int64_t kFormatVersion = 10;
+inline constexpr int64_t kFormatVersion = 11;
 /// Every extent of an arena starts at a multiple of this many bytes.
 inline constexpr int64_t kExtentAlignment = 64;
 /// A label has at most as many bytes.
@@ -87,12 +88,6 @@ struct ScoresRow {
   bool operator==(const ScoresRow&) const = default;
 };
 
-/// A document that shares its first rows with another one: those before `first_row`, which is the first of its own.
-/// Rows of `parent` before its own first row are those of its parent in turn.
-struct BranchRow {
-  int64_t document, parent, first_row;
-};
-
 /// One unbroken range of keys of a document at this server, for a range of heads. Blocks are entries of the block table
 /// (see attention::KeyGroup).
 struct GroupRow {
@@ -103,7 +98,7 @@ struct GroupRow {
   int64_t kv_begin, kv_end;
   int64_t first_block, num_blocks, block_begin;  // block_begin: index into the block table
   int64_t task_begin, task_end;
-  int64_t num_arena_blocks;  // of all groups whose keys lie at these offsets: with the same heads, of one tree
+  int64_t num_arena_blocks;  // of all groups whose keys lie at these offsets: with the same heads, of one cluster
   int64_t forward_k, forward_v, backward_k, backward_v;  // arena offsets
   int64_t retained_k, retained_v;                        // offsets in the retained memory; where set, backward_* are -1
   int64_t grad_begin, grad_end;                          // index into the gradient table
@@ -191,7 +186,7 @@ struct TableSpan {
 enum TableId : size_t {
   kRankDigests,  // tables_digest of each rank's tables
   kScores,
-  kBranches,  // of which the rank holds or computes rows, and those that they branch off; ascending by document
+  kShared,  // what documents begin with of which the rank holds or computes rows, in the order of Layout::shared
   kBidirectional,
   kGroups,
   kTasks,
@@ -312,7 +307,7 @@ constexpr TensorKind kind_of_sum(TensorKind kind) {
 /// The number of words of one row, for each table.
 inline constexpr std::array<int64_t, kNumTables> kRowWords = {1,
                                                               sizeof(ScoresRow) / 8,
-                                                              sizeof(BranchRow) / 8,
+                                                              sizeof(Shared) / 8,
                                                               sizeof(BidirectionalRows) / 8,
                                                               sizeof(GroupRow) / 8,
                                                               sizeof(TaskRow) / 8,
@@ -337,11 +332,29 @@ class SliceView {
     return {h.q_heads, h.kv_heads, h.dim, h.v_dim, static_cast<DType>(h.dtype)};
   }
   std::span<const int64_t> rank_digests() const { return table<int64_t>(kRankDigests); }
-  std::span<const BranchRow> branches() const { return table<BranchRow>(kBranches); }
-  /// The branch of that number, or null if the document is none.
-  const BranchRow* branch(int64_t document) const {
-    const auto found = std::ranges::lower_bound(branches(), document, {}, &BranchRow::document);
-    return found != branches().end() && found->document == document ? &*found : nullptr;
+  std::span<const Shared> shared() const { return table<Shared>(kShared); }
+  /// The rows of others that a document begins with, ascending by `at`.
+  std::span<const Shared> shared(int64_t document) const {
+    const auto found = std::ranges::equal_range(shared(), document, {}, &Shared::document);
+    return {found.begin(), found.end()};
+  }
+  /// The first row of a document that is its own.
+  int64_t first_row(int64_t document) const {
+    const auto rows = shared(document);
+    return rows.empty() ? 0 : rows.back().at + rows.back().num_rows();
+  }
+  /// Calls visit(owner, row, num_rows) for rows [begin, end) of a document, which are own rows of the owner from `row`
+  /// on, of one owner after the other.
+  template <class Visit>
+  void for_each_owner(int64_t document, int64_t begin, int64_t end, const Visit& visit) const {
+    const auto rows = shared(document);
+    auto s = std::ranges::upper_bound(rows, begin, {}, [](const Shared& r) { return r.at + r.num_rows(); });
+    for (; s != rows.end() && begin < end; ++s) {
+      const int64_t next = std::min(end, s->at + s->num_rows());
+      visit(s->of, begin - s->shift(), next - begin);
+      begin = next;
+    }
+    if (begin < end) visit(document, begin, end - begin);
   }
   std::span<const BidirectionalRows> bidirectional() const { return table<BidirectionalRows>(kBidirectional); }
   std::span<const ScoresRow> scores() const { return table<ScoresRow>(kScores); }

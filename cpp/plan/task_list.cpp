@@ -22,7 +22,7 @@ void check_given(const Layout& layout, const PlanOptions& options, const GivenTa
   require(t.q_begin >= 0 && t.q_begin < t.q_end && t.q_end <= length, "plan: tasks[", index, "] has rows [", t.q_begin,
           ", ", t.q_end, ") of document ", t.document, ", which has ", length);
   require(t.q_begin >= first, "plan: tasks[", index, "] has rows [", t.q_begin, ", ", t.q_end, ") of document ",
-          t.document, ", a branch whose own rows begin at ", first);
+          t.document, ", whose own rows begin at ", first);
   require(t.kv_head_begin >= 0 && t.kv_head_begin < t.kv_head_end && t.kv_head_end <= options.heads.kv_heads,
           "plan: tasks[", index, "] has key/value heads [", t.kv_head_begin, ", ", t.kv_head_end, ") of ",
           options.heads.kv_heads);
@@ -50,7 +50,7 @@ size_t num_cuts(const Layout& layout, std::span<const std::vector<int64_t>> cuts
                 std::span<const Task> tasks) {
   size_t n = 0;
   for (const Task& t : tasks) {
-    const int32_t index = cuts_of[static_cast<size_t>(layout.tree(t.document))];
+    const int32_t index = cuts_of[static_cast<size_t>(layout.cluster(t.document))];
     if (index < 0) continue;
     for (int64_t head : cuts[static_cast<size_t>(index)]) n += t.kv_head_begin < head && head < t.kv_head_end;
   }
@@ -62,12 +62,12 @@ size_t num_cuts(const Layout& layout, std::span<const std::vector<int64_t>> cuts
 std::vector<Task> with_equal_head_ranges(const Layout& layout, std::vector<Task> tasks) {
   int64_t most_heads = 0;
   for (const Task& t : tasks) most_heads = std::max(most_heads, t.kv_head_end);
-  // The heads where ranges begin and end, for trees that have several ranges.
+  // The heads where ranges begin and end, for clusters that have several ranges.
   std::vector<int32_t> cuts_of(static_cast<size_t>(layout.num_documents()), -1);
   std::vector<std::vector<int64_t>> cuts;
   for (const Task& t : tasks) {
     if (t.kv_head_begin == 0 && t.kv_head_end == most_heads) continue;
-    int32_t& index = cuts_of[static_cast<size_t>(layout.tree(t.document))];
+    int32_t& index = cuts_of[static_cast<size_t>(layout.cluster(t.document))];
     if (index < 0) {
       index = static_cast<int32_t>(cuts.size());
       cuts.emplace_back();
@@ -76,9 +76,9 @@ std::vector<Task> with_equal_head_ranges(const Layout& layout, std::vector<Task>
     cuts[static_cast<size_t>(index)].push_back(t.kv_head_end);
   }
   if (cuts.empty()) return tasks;
-  for (auto& of_tree : cuts) {
-    std::sort(of_tree.begin(), of_tree.end());
-    of_tree.erase(std::unique(of_tree.begin(), of_tree.end()), of_tree.end());
+  for (auto& of_cluster : cuts) {
+    std::sort(of_cluster.begin(), of_cluster.end());
+    of_cluster.erase(std::unique(of_cluster.begin(), of_cluster.end()), of_cluster.end());
   }
   // Tasks are cut from the last one to the first, into the same memory, because nearly all stay as they are.
   size_t begin = tasks.size(), write = begin + num_cuts(layout, cuts, cuts_of, tasks);
@@ -87,7 +87,7 @@ std::vector<Task> with_equal_head_ranges(const Layout& layout, std::vector<Task>
   while (begin < write) {  // when they are equal, nothing is left to cut
     const size_t end = begin;
     const Task last = tasks[--begin];
-    const int32_t index = cuts_of[static_cast<size_t>(layout.tree(last.document))];
+    const int32_t index = cuts_of[static_cast<size_t>(layout.cluster(last.document))];
     if (index < 0) {
       tasks[--write] = last;
       continue;

@@ -20,7 +20,8 @@ std::vector<Transfer> Plan::transfers() const {
       for (TensorKind tensor : {TensorKind::kK, TensorKind::kV})
         for (Phase phase : kPhases)
           if (phase == Phase::kForward || !g.is_retained())
-            add(phase, Direction::kIn, tensor, rows.rank, g, rows.document, rows.begin, rows.end);
+            add(phase, Direction::kIn, tensor, rows.rank, g, rows.document, rows.begin - rows.shift,
+                rows.end - rows.shift);
     });
   }
   for (const RemoteTask& r : arrangement.remote) {
@@ -38,7 +39,7 @@ std::vector<Transfer> Plan::transfers() const {
     const Group& group = arrangement.groups[g.group];
     if (group.server == g.home || g.is_added()) continue;
     for (TensorKind tensor : {g.dk_kind(), g.dv_kind()})
-      add(Phase::kBackward, Direction::kOut, tensor, g.home, group, g.document, g.begin, g.end);
+      add(Phase::kBackward, Direction::kOut, tensor, g.home, group, g.document, g.begin - g.shift, g.end - g.shift);
   }
   return all;
 }

@@ -5,6 +5,7 @@
 #include <set>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "plan/consistency.h"
 #include "plan/origin.h"
@@ -26,7 +27,7 @@ class Validator {
     check_header();
     check_tables();
     check_scores();
-    check_branches();
+    check_shared();
     check_bidirectional();
     for (const SegmentRow& s : view_.segments())
       check_plan(s.document >= -1 && s.begin >= 0 && s.begin < s.end && s.end <= kMaxRows, "segment of document ",
@@ -85,34 +86,34 @@ class Validator {
     check_plan(scores >= 0 && scores < count(view_.scores()), "scores ", scores, " of ", view_.scores().size());
   }
 
-  /// Checks that the branches are those of this rank's rows and tasks, and what they branch off. Each has its first row
-  /// before that of its branches. Therefore no document branches off itself.
-  void check_branches() const {
+  /// Checks that the rows of others are what documents of this rank's rows and tasks begin with, and that no document
+  /// has a row twice.
+  void check_shared() const {
     std::set<int64_t> needed;
-    const auto need = [&](int64_t document) {
-      for (const BranchRow* b = view_.branch(document); b != nullptr && needed.insert(b->document).second;
-           b = view_.branch(b->parent)) {
-      }
-    };
-    int64_t last = -1;
-    for (const BranchRow& b : view_.branches()) {
-      check_plan(b.document > last && b.parent >= 0 && b.first_row >= 1 && b.first_row <= kMaxRows, "document ",
-                 b.document, " branches off document ", b.parent, " at row ", b.first_row);
-      last = b.document;
+    for (const GroupRow& g : view_.groups()) needed.insert(g.document);
+    for (const SegmentRow& s : view_.segments()) needed.insert(s.document);
+    int64_t document = kPadding, at = 0;
+    std::vector<Shared> sorted(view_.shared().begin(), view_.shared().end());
+    for (const Shared& s : view_.shared()) {
+      if (s.document != document) at = 0;
+      check_plan(s.document >= document && s.document >= 0 && s.at == at && s.of >= 0 && s.of != s.document &&
+                     s.begin >= 0 && s.begin < s.end && s.end <= kMaxRows && at + s.num_rows() <= kMaxRows,
+                 "document ", s.document, " begins with rows [", s.begin, ", ", s.end, ") of document ", s.of,
+                 " at row ", s.at);
+      check_plan(needed.contains(s.document), "it has rows that document ", s.document, " begins with, which it has ",
+                 "nothing of");
+      document = s.document;
+      at += s.num_rows();
     }
-    for (const BranchRow& b : view_.branches()) {
-      const BranchRow* const parent = view_.branch(b.parent);
-      check_plan(parent == nullptr || parent->first_row < b.first_row, "document ", b.document,
-                 " branches off document ", b.parent, ", which begins no earlier");
-    }
-    for (const GroupRow& g : view_.groups()) need(g.document);
-    for (const SegmentRow& s : view_.segments()) {
-      need(s.document);
-      const BranchRow* const branch = view_.branch(s.document);
-      check_plan(branch == nullptr || s.begin >= branch->first_row, "segment of document ", s.document, ": row ",
-                 s.begin, " is not its own");
-    }
-    check_plan(std::ssize(needed) == count(view_.branches()), "it has branches of which it needs none");
+    std::ranges::sort(sorted, {}, [](const Shared& s) { return std::tuple(s.document, s.of, s.begin); });
+    for (size_t i = 1; i < sorted.size(); ++i)
+      check_plan(sorted[i].document != sorted[i - 1].document || sorted[i].of != sorted[i - 1].of ||
+                     sorted[i].begin >= sorted[i - 1].end,
+                 "document ", sorted[i].document, " begins with row ", sorted[i].begin, " of document ", sorted[i].of,
+                 " twice");
+    for (const SegmentRow& s : view_.segments())
+      check_plan(s.begin >= view_.first_row(s.document), "segment of document ", s.document, ": row ", s.begin,
+                 " is not its own");
   }
 
   /// Checks that rows that see each other are possible, and that each belongs to the groups of one document.
@@ -293,9 +294,8 @@ class Validator {
       check_plan(t.group >= 0 && t.group < count(view_.groups()), "task ", index, ": group ", t.group);
       const GroupRow& g = view_.groups()[static_cast<size_t>(t.group)];
       const DocumentMask mask = view_.mask_of(g);
-      const BranchRow* const branch = view_.branch(g.document);
       check_plan(index >= g.task_begin && index < g.task_end, "task ", index, " is not in its group");
-      check_plan(branch == nullptr || t.q_begin >= branch->first_row, "task ", index, ": row ", t.q_begin,
+      check_plan(t.q_begin >= view_.first_row(g.document), "task ", index, ": row ", t.q_begin,
                  " is not the document's own");
       check_plan(t.q_begin >= 0 && t.q_end > t.q_begin && t.q_end <= g.kv_end && t.kv_begin >= g.kv_begin &&
                      t.kv_end <= g.kv_end && t.kv_begin == mask.first_key(t.q_begin) &&

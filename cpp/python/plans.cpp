@@ -17,15 +17,19 @@ using SegmentTuple = std::tuple<int64_t, int64_t, int64_t>;
 using TaskTuple = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
 
 using BranchTuple = std::pair<int64_t, int64_t>;
+using SharedTuple = std::tuple<int64_t, int64_t, int64_t, int64_t>;  // document, of, begin, end
 
 std::shared_ptr<plan::Layout> layout_from_tuples(const std::vector<std::vector<SegmentTuple>>& ranks,
-                                                 const std::vector<BranchTuple>& branches) {
+                                                 const std::vector<BranchTuple>& branches,
+                                                 const std::vector<SharedTuple>& shared) {
   std::vector<std::vector<plan::Segment>> segments(ranks.size());
   for (size_t r = 0; r < ranks.size(); ++r)
     for (const auto& [document, begin, end] : ranks[r]) segments[r].push_back({document, begin, end});
   std::vector<plan::Branch> given;
   for (const auto& [document, parent] : branches) given.push_back({document, parent});
-  return std::make_shared<plan::Layout>(std::move(segments), std::move(given));
+  std::vector<plan::Shared> rows;
+  for (const auto& [document, of, begin, end] : shared) rows.push_back({document, 0, of, begin, end});
+  return std::make_shared<plan::Layout>(std::move(segments), std::move(given), std::move(rows));
 }
 
 std::shared_ptr<plan::Layout> with_bidirectional(const plan::Layout& layout, const std::vector<SegmentTuple>& rows) {
@@ -130,7 +134,7 @@ void validate_words(const py::buffer& words) {
 
 void bind_layout(py::module_& m) {
   py::class_<plan::Layout, std::shared_ptr<plan::Layout>>(m, "Layout")
-      .def(py::init(&layout_from_tuples), py::arg("ranks"), py::arg("branches"))
+      .def(py::init(&layout_from_tuples), py::arg("ranks"), py::arg("branches"), py::arg("shared"))
       .def_static("from_documents", &plan::Layout::from_documents, py::arg("lengths"))
       .def_static("packed", &plan::Layout::packed, py::arg("lengths"), py::arg("ranks"), py::arg("tokens_per_rank"))
       .def_static("head_tail", &plan::Layout::head_tail, py::arg("lengths"), py::arg("ranks"), py::arg("longer_than"),
@@ -151,17 +155,18 @@ void bind_layout(py::module_& m) {
                                for (int64_t d = 0; d < l.num_documents(); ++d) rows.push_back(l.first_row(d));
                                return rows;
                              })
-      .def_property_readonly("trees",
+      .def_property_readonly("clusters",
                              [](const plan::Layout& l) {
-                               std::vector<int64_t> trees;
-                               for (int64_t d = 0; d < l.num_documents(); ++d) trees.push_back(l.tree(d));
-                               return trees;
+                               std::vector<int64_t> clusters;
+                               for (int64_t d = 0; d < l.num_documents(); ++d) clusters.push_back(l.cluster(d));
+                               return clusters;
                              })
-      .def_property_readonly("branches",
+      .def_property_readonly("shared",
                              [](const plan::Layout& l) {
-                               std::vector<BranchTuple> branches;
-                               for (const plan::Branch& b : l.branches()) branches.emplace_back(b.document, b.parent);
-                               return branches;
+                               std::vector<SharedTuple> rows;
+                               for (const plan::Shared& s : l.shared())
+                                 rows.emplace_back(s.document, s.of, s.begin, s.end);
+                               return rows;
                              })
       .def("with_bidirectional", &with_bidirectional, py::arg("rows"))
       .def_property_readonly("bidirectional", &bidirectional_of)

@@ -17,8 +17,8 @@ std::string first_difference(const plan::SliceView& a, const plan::SliceView& b)
     const plan::SegmentRow& s = slice.segments()[i];
     const std::string rows = message("[", s.begin, ", ", s.end, ")");
     if (s.document == plan::kPadding) return "padding " + rows;
-    const plan::BranchRow* const branch = slice.branch(s.document);
-    return message("rows ", rows, " of document ", s.document, branch == nullptr ? "" : ", a branch");
+    return message("rows ", rows, " of document ", s.document,
+                   slice.shared(s.document).empty() ? "" : ", which begins with rows of others");
   };
   for (size_t i = 0; i < std::max(a.segments().size(), b.segments().size()); ++i)
     if (text(a, i) != text(b, i))
@@ -26,13 +26,15 @@ std::string first_difference(const plan::SliceView& a, const plan::SliceView& b)
   return " (on other ranks)";
 }
 
-/// Where a segment's document begins to share rows, and the first of this rank's segments that is of its parent, if it
-/// has any. (0, 0) if it is no branch. Numbers of documents are left out.
-std::pair<int64_t, int64_t> branch_of(const plan::SliceView& slice, const plan::SegmentRow& segment) {
-  const plan::BranchRow* const branch = slice.branch(segment.document);
-  if (branch == nullptr) return {0, 0};
-  const auto found = std::ranges::find(slice.segments(), branch->parent, &plan::SegmentRow::document);
-  return {branch->first_row, found - slice.segments().begin()};
+/// Whether two documents begin with the same rows of others. Numbers of documents do not count: it is the same one if
+/// the same of this rank's segments is its first, or if this rank has none of it.
+bool begin_alike(const plan::SliceView& a, int64_t of_a, const plan::SliceView& b, int64_t of_b) {
+  const auto first_segment = [](const plan::SliceView& slice, int64_t document) {
+    return std::ranges::find(slice.segments(), document, &plan::SegmentRow::document) - slice.segments().begin();
+  };
+  return std::ranges::equal(a.shared(of_a), b.shared(of_b), [&](const plan::Shared& x, const plan::Shared& y) {
+    return x.at == y.at && x.begin == y.begin && x.end == y.end && first_segment(a, x.of) == first_segment(b, y.of);
+  });
 }
 
 }  // namespace
@@ -100,8 +102,9 @@ void Context::check_same_problem(const plan::SliceView& forward, const plan::Sli
   const auto same = [&](const plan::SegmentRow& x, const plan::SegmentRow& y) {
     const bool same_document =
         are_labelled ? (x.document == plan::kPadding) == (y.document == plan::kPadding) : x.document == y.document;
-    const bool same_branch = x.document == plan::kPadding || branch_of(forward, x) == branch_of(backward, y);
-    return same_document && same_branch && x.begin == y.begin && x.end == y.end;
+    const bool alike =
+        !are_labelled || x.document == plan::kPadding || begin_alike(forward, x.document, backward, y.document);
+    return same_document && alike && x.begin == y.begin && x.end == y.end;
   };
   if ((!are_labelled && f.layout_digest != b.layout_digest) ||
       !std::ranges::equal(forward.segments(), backward.segments(), same)) {

@@ -18,7 +18,8 @@
 // product.
 //
 // Where documents share keys, items of several groups add to the same dk and dv, one after another in the order of
-// their groups: WorkItem::before, stored[]. An item waits for one that was taken earlier.
+// their groups: before[], stored[]. A row of keys may be in other blocks of other documents; therefore an item may wait
+// for several, and for both of their warpgroups. They were taken earlier.
 //
 // Deterministic mode: items add to each part of a tile in ascending order of their blocks, and turns[] counts those
 // that have. An item whose turn it is not yet waits for one that was taken earlier (work_list.h), which itself waits
@@ -285,19 +286,20 @@ struct BackwardConsumer {
     if (thread() == 0) hopper::store_release(facts.turns, facts.blocks_before + 1);
   }
 
-  /// The warpgroup's word that says whether it has stored the key gradients of an item.
-  DISTCA_DEVICE int* stored(int index) const { return p.stored + 2 * index + warpgroup(); }
+  /// The words that say whether the two warpgroups have stored the key gradients of an item.
+  DISTCA_DEVICE int* stored(int index) const { return p.stored + 2 * index; }
   DISTCA_DEVICE void await_store(const WorkItem& item) {
-    if (item.before < 0) return;
+    if (item.before_begin == item.before_end) return;
     if (thread() == 0)
-      while (hopper::load_acquire(stored(item.before)) == 0) hopper::pause();
+      for (int i = 2 * item.before_begin; i < 2 * item.before_end; ++i)
+        while (hopper::load_acquire(stored(p.before[i / 2]) + i % 2) == 0) hopper::pause();
     hopper::sync_named(kFirstStore + warpgroup(), kWarpgroup);
   }
   DISTCA_DEVICE void pass_store(int index, const WorkItem& item) {
     if (item.is_awaited == 0) return;
     hopper::fence_gpu();
     hopper::sync_named(kFirstStore + warpgroup(), kWarpgroup);
-    if (thread() == 0) hopper::store_release(stored(index), 1);
+    if (thread() == 0) hopper::store_release(stored(index) + warpgroup(), 1);
   }
 
   /// Writes the first `columns` of dk or dv, times `factor`, to where the group's gradients go, or adds them there.

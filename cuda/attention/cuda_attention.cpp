@@ -62,7 +62,7 @@ void encode(EncodeTiled encode_tiled, DType dtype, const MapSpec& spec, TensorMa
 }
 
 // The parts of the tables.
-enum : size_t { kItems, kStoreItems, kTasks, kGroups, kRuns, kBidirectional, kBlocks, kMaps, kNumParts };
+enum : size_t { kItems, kStoreItems, kTasks, kGroups, kRuns, kBefore, kBidirectional, kBlocks, kMaps, kNumParts };
 
 }  // namespace
 
@@ -94,6 +94,7 @@ struct CudaAttention::State {
              table_part("tasks", list.tasks),
              table_part("groups of tasks", list.groups),
              table_part("runs of key gradients", list.runs),
+             table_part("items that others wait for", list.before),
              table_part("ranges of bidirectional rows", list.bidirectional),
              table_part("key blocks", list.blocks),
              table_part("tensor maps", maps)};
@@ -207,6 +208,7 @@ void AttentionLaunch::operator()(const distca::cuda::DeviceTable& tables, void* 
   p.tasks = tables.part<const TaskEntry>(kTasks);
   p.groups = tables.part<const GroupEntry>(kGroups);
   p.runs = tables.part<const RunEntry>(kRuns);
+  p.before = tables.part<const int>(kBefore);
   p.bidirectional = tables.part<const RowRange>(kBidirectional);
   p.blocks = tables.part<const int64_t>(kBlocks);
   p.maps = tables.part<const TensorMap>(kMaps);

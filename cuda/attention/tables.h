@@ -99,7 +99,8 @@ struct WorkItem {
   int num_tiles;  // backward: tiles that see the block
   int remote;     // 1: waits for signals
   // Backward, where groups add to the same key gradients:
-  int before;      // the item of the same keys whose turn to store is just before this one's; -1: there is none
+  int before_begin;  // the items that store just before this one: before[before_begin, before_end)
+  int before_end;
   int is_awaited;  // 1: an item waits for this one
 };
 
@@ -199,6 +200,7 @@ struct KernelParams {
   const TaskEntry* tasks;
   const GroupEntry* groups;
   const RunEntry* runs;
+  const int* before;  // backward: items that others wait for (WorkItem)
   const RowRange* bidirectional;
   const int64_t* blocks;
   const TensorMap* maps;

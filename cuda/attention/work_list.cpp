@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <numeric>
 #include <utility>
 
@@ -76,6 +77,8 @@ void begin_list(const Problem& problem, TileShape shape, WorkList& list) {
   list.costs.clear();
   list.unsorted.clear();
   list.first_item.clear();
+  list.before.clear();
+  list.follows.clear();
   KernelParams& p = list.params = KernelParams{};
   p.dim = static_cast<int>(problem.heads.dim);
   p.v_dim = static_cast<int>(problem.heads.v_dim);
@@ -148,8 +151,11 @@ void sort_items(WorkList& list) {
   for (size_t i = 0; i < list.unsorted.size(); ++i) ++places[rank_of(i) + 1];
   std::partial_sum(places.begin(), places.end(), places.begin());
   list.items.resize(list.unsorted.size());
-  for (size_t i = 0; i < list.unsorted.size(); ++i)
-    list.items[static_cast<size_t>(places[rank_of(i)]++)] = list.unsorted[i];
+  list.numbers.resize(list.unsorted.size());
+  for (size_t i = 0; i < list.unsorted.size(); ++i) {
+    list.numbers[i] = places[rank_of(i)]++;
+    list.items[static_cast<size_t>(list.numbers[i])] = list.unsorted[i];
+  }
 }
 
 void add_tables(const Problem& problem, std::span<const Signal> signals, WorkList& list) {
@@ -172,7 +178,7 @@ void add_key_items(const KeyGroup& group, int group_index, int keys, WorkList& l
   const size_t first = list.unsorted.size();
   for (int block = entry.kv_begin / keys; block * keys < entry.kv_end; ++block) {
     const int begin = maximum(block * keys, entry.kv_begin), end = minimum((block + 1) * keys, entry.kv_end);
-    WorkItem item{group_index, 0, 0, 0, block, 0, remote ? 1 : 0, -1, 0};
+    WorkItem item{group_index, 0, 0, 0, block, 0, remote ? 1 : 0, 0, 0, 0};
     for (size_t t = 0; t < tasks.size(); ++t) {
       const RowRange seeing = tiles_that_see(list.params, entry, tasks[t], begin, end);
       if (seeing.begin >= seeing.end) continue;
@@ -198,41 +204,85 @@ void add_key_items(const KeyGroup& group, int group_index, int keys, WorkList& l
 
 // ---- groups that add to the same key gradients
 
-/// Raises costs so that items of one block of a family are sorted in the order of its groups, and lets all items of a
-/// family that waits for a signal come last.
+/// Finds which items store to the same rows just one after another. All of them are listed as those of the first head.
+void find_follows(const Problem& problem, int keys, WorkList& list) {
+  struct Stored {
+    const std::byte* end;
+    size_t item;
+  };
+  std::map<const std::byte*, Stored> stored;  // rows of dk by their beginning, and the last item that stores there
+  std::vector<size_t> found;
+  const auto store = [&](const std::byte* begin, const std::byte* end, size_t item) {
+    auto next = stored.lower_bound(begin);
+    if (next != stored.begin() && std::prev(next)->second.end > begin) --next;
+    while (next != stored.end() && next->first < end) {
+      const auto [first, last] = std::pair(next->first, next->second);
+      found.push_back(last.item);
+      next = stored.erase(next);
+      if (first < begin) stored[first] = {begin, last.item};
+      if (end < last.end) stored[end] = last;
+    }
+    stored[begin] = {end, item};
+  };
+  for (size_t g = 0; g < problem.groups.size(); ++g) {
+    if (list.families.is_alone(static_cast<int64_t>(g))) continue;
+    const int first_block = list.unsorted[list.first_item[g]].index;
+    for (const KeyGradRun& run : problem.groups[g].grads) {
+      if (run.dtype != DType::kFloat32) continue;  // nobody adds to it
+      for (int64_t row = run.begin; row < run.end;) {
+        const int64_t block = row / keys, end = std::min(run.end, (block + 1) * keys);
+        const size_t item = list.first_item[g] + static_cast<size_t>(block - first_block);
+        found.clear();
+        store(run.dk.from_row(row - run.begin).data, run.dk.from_row(end - run.begin).data, item);
+        for (size_t before : found) list.follows.push_back({item, before});
+        row = end;
+      }
+    }
+  }
+  std::ranges::sort(list.follows);
+  list.follows.erase(std::unique(list.follows.begin(), list.follows.end()), list.follows.end());
+}
+
+/// Raises costs so that an item is sorted after those that it waits for, and lets all items of a family that waits for
+/// a signal come last.
 void order_families(const Problem& problem, WorkList& list) {
-  std::vector<std::vector<int32_t>> most(problem.groups.size());  // by family and block: the cost of later groups
-  std::vector<uint8_t> remote(problem.groups.size());             // by family
+  std::vector<uint8_t> remote(problem.groups.size());  // by family
+  auto follows = list.follows.rbegin();
   for (size_t g = problem.groups.size(); g-- > 0;) {
     const auto family = static_cast<size_t>(list.families.of(static_cast<int64_t>(g)));
-    const auto heads = static_cast<size_t>(problem.groups[g].kv_heads);
-    const size_t first = list.first_item[g];
-    const size_t end = g + 1 < problem.groups.size() ? list.first_item[g + 1] : list.unsorted.size();
-    const size_t blocks = (end - first) / heads;
-    remote[family] |= static_cast<uint8_t>(list.unsorted[first].remote);
-    std::vector<int32_t>& later = most[family];
-    const auto first_block = static_cast<size_t>(list.unsorted[first].index);
-    if (later.size() < first_block + blocks) later.resize(first_block + blocks, 0);
-    for (size_t b = blocks; b-- > 0;) {
-      int32_t& cost = later[first_block + b];
-      cost = std::max({cost, list.costs[first + b], b + 1 < blocks ? later[first_block + b + 1] : 0});
-      for (size_t head = 0; head < heads; ++head) list.costs[first + head * blocks + b] = cost;
-    }
+    remote[family] |= static_cast<uint8_t>(list.unsorted[list.first_item[g]].remote);
+    const size_t first = list.first_item[g], end = list.end_item(g);
+    const size_t blocks = (end - first) / static_cast<size_t>(problem.groups[g].kv_heads);
+    // Those of later groups have raised these by now. Blocks of a head stay in ascending order.
+    for (size_t i = first + blocks; i-- > first + 1;) list.costs[i - 1] = std::max(list.costs[i - 1], list.costs[i]);
+    for (size_t i = first + blocks; i < end; ++i) list.costs[i] = list.costs[i - blocks];
+    for (; follows != list.follows.rend() && follows->first >= first; ++follows)
+      list.costs[follows->second] = std::max(list.costs[follows->second], list.costs[follows->first]);
   }
   for (WorkItem& item : list.unsorted) item.remote |= remote[static_cast<size_t>(list.families.of(item.group))];
 }
 
-/// Tells each item of a family after which one it stores its gradients.
+/// Tells each item of a family after which ones it stores its gradients.
 void chain_items(const Problem& problem, WorkList& list) {
-  std::vector<std::vector<int>> last(problem.groups.size());  // by family: of each block and head, the last item
-  for (int i = 0; i < static_cast<int>(list.items.size()); ++i) {
-    WorkItem& item = list.items[static_cast<size_t>(i)];
-    const auto kv_heads = static_cast<size_t>(problem.groups[static_cast<size_t>(item.group)].kv_heads);
-    const size_t at = static_cast<size_t>(item.index) * kv_heads + static_cast<size_t>(item.kv_head);
-    std::vector<int>& of_family = last[static_cast<size_t>(list.families.of(item.group))];
-    if (of_family.size() <= at) of_family.resize(at + kv_heads, -1);
-    item.before = std::exchange(of_family[at], i);
-    if (item.before >= 0) list.items[static_cast<size_t>(item.before)].is_awaited = 1;
+  const auto blocks_of = [&](size_t item) {
+    const auto g = static_cast<size_t>(list.unsorted[item].group);
+    return (list.end_item(g) - list.first_item[g]) / static_cast<size_t>(problem.groups[g].kv_heads);
+  };
+  for (auto begin = list.follows.begin(); begin != list.follows.end();) {
+    const size_t item = begin->first;
+    const auto end = std::find_if(begin, list.follows.end(), [&](const auto& f) { return f.first != item; });
+    const auto heads = static_cast<size_t>(problem.groups[static_cast<size_t>(list.unsorted[item].group)].kv_heads);
+    for (size_t head = 0; head < heads; ++head) {
+      WorkItem& one = list.items[static_cast<size_t>(list.numbers[item + head * blocks_of(item)])];
+      one.before_begin = static_cast<int>(list.before.size());
+      for (auto f = begin; f != end; ++f) {
+        const int before = list.numbers[f->second + head * blocks_of(f->second)];
+        list.items[static_cast<size_t>(before)].is_awaited = 1;
+        list.before.push_back(before);
+      }
+      one.before_end = checked(static_cast<int64_t>(list.before.size()), "number of items that others wait for");
+    }
+    begin = end;
   }
 }
 
@@ -253,7 +303,7 @@ void list_forward(const Problem& problem, std::span<const Signal> signals, TileS
         const RowRange keys = visible_keys(mask, tile_tokens(list.params, task, tile), group);
         require(keys.begin < keys.end, "rows of task ", t, " see none of the keys ", group.kv_begin, " to ",
                 group.kv_end, "; the CUDA kernels need one at least");
-        list.unsorted.push_back({task.group, head, index, index + 1, tile, 0, remote, -1, 0});
+        list.unsorted.push_back({task.group, head, index, index + 1, tile, 0, remote, 0, 0, 0});
         list.costs.push_back(ceil_div(keys.end, shape.keys) - keys.begin / shape.keys);
       }
     }
@@ -292,7 +342,10 @@ void list_backward(const Problem& problem, std::span<const Signal> signals, Tile
     add_key_items(group, static_cast<int>(g), shape.keys, list);
   }
   const bool has_families = list.families.find(problem);
-  if (has_families) order_families(problem, list);
+  if (has_families) {
+    find_follows(problem, shape.keys, list);
+    order_families(problem, list);
+  }
   sort_items(list);
   if (has_families) chain_items(problem, list);
 }

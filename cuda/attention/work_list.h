@@ -3,11 +3,12 @@
 // Forward items are tiles of tasks, longest first. Backward items are blocks of keys, longest first too, except that
 // those of one key/value head of a group are always in ascending order. Therefore an item that waits for the block
 // before it (deterministic mode) waits for an item that was taken earlier. Where groups add to the same key gradients,
-// the same holds for their items of one block, which are in the order of the groups. Items that wait for a signal come
-// after all others, and with them those of groups that share gradients with theirs.
+// those that store to the same rows are in the order of the groups, whatever their blocks. Items that wait for a signal
+// come after all others, and with them those of groups that share gradients with theirs.
 #pragma once
 
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "attention/attention.h"
@@ -37,6 +38,7 @@ struct WorkList {
   std::vector<TaskEntry> tasks;
   std::vector<GroupEntry> groups;
   std::vector<RunEntry> runs;
+  std::vector<int> before;
   std::vector<RowRange> bidirectional;
   std::vector<int64_t> blocks;
   std::vector<MapSpec> maps;
@@ -45,9 +47,16 @@ struct WorkList {
   std::vector<WorkItem> unsorted;
   std::vector<int32_t> costs;
   std::vector<int32_t> places;
-  // The same, where groups add to the same key gradients: the groups' families, and the first item of each group.
+  std::vector<int32_t> numbers;    // of each of `unsorted` among `items`
+  std::vector<size_t> first_item;  // of each group, in `unsorted`
+  // The same, where groups add to the same key gradients: the groups' families, and items with those that store to the
+  // same rows just before them, as they stand in `unsorted` for the first head.
   Families families;
-  std::vector<size_t> first_item;
+  std::vector<std::pair<size_t, size_t>> follows;
+  /// Where the items of a group end in `unsorted`.
+  size_t end_item(size_t group) const {
+    return group + 1 < first_item.size() ? first_item[group + 1] : unsorted.size();
+  }
   /// Everything but the pointers, of which there is the one to `bidirectional` here.
   KernelParams params;
 };

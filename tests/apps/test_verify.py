@@ -47,7 +47,11 @@ def test_the_reference_is_what_the_tests_own_oracles_compute(case: Case) -> None
     found = exact(case, inputs)
     if case.branches:
         own = [range(case.first_row(d), case.first_row(d) + n) for d, n in enumerate(case.lengths)]
-        tree = Tree([rows.stop for rows in own], own, dict(case.branches))
+        branches = {
+            d: [(of, own[of].start + begin, own[of].start + end) for of, begin, end in begins]
+            for d, begins in case.branches
+        }
+        tree = Tree([rows.stop for rows in own], own, branches)
         places = own_rows(Batch(tuple(tree.lengths), case.heads, *inputs[:4]), tree)
         wide = [torch.zeros(sum(tree.lengths), *t.shape[1:], dtype=t.dtype) for t in inputs[:4]]
         for one, rows in zip(wide, inputs[:4], strict=True):
@@ -338,12 +342,12 @@ def test_the_command_finds_this_machine_right_and_writes_what_it_found(
     assert cli.main([*SMALL, "--dtype", "bf16", "--seed", "3", "--transports", "shm", "--json", str(file)]) == 0
     head, alone, local, ranks, last = capsys.readouterr().out.splitlines()
     assert head.startswith(f"distca {distca.__version__}, torch {torch.__version__}, ")
-    assert alone.startswith("ok cpu, bf16: 12 problems, errors up to 0.")
+    assert alone.startswith("ok cpu, bf16: 13 problems, errors up to 0.")
     assert local.startswith("ok cpu, distca.attention, bf16: 8 problems, errors up to 0.")
-    assert ranks.startswith("ok cpu, shm, 3 ranks, bf16: 7 problems, errors up to 0.")
-    assert last == "27 ok, 0 not available, 0 wrong"
+    assert ranks.startswith("ok cpu, shm, 3 ranks, bf16: 8 problems, errors up to 0.")
+    assert last == "29 ok, 0 not available, 0 wrong"
     content = json.loads(file.read_text())
-    assert len(content["checks"]) == 27 and content["seed"] == 3 and content["cpu_kernel"] == distca._C.cpu_isa()
+    assert len(content["checks"]) == 29 and content["seed"] == 3 and content["cpu_kernel"] == distca._C.cpu_isa()
     assert all(check["passed"] and 0 < max(check["errors"].values()) < 1 for check in content["checks"])
 
 

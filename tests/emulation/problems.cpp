@@ -203,12 +203,18 @@ void place_group(const PlacedCase& of, const std::vector<Range>& tasks, int64_t 
   const Case& c = *of.c;
   const DType dtype = c.heads.dtype;
   const int64_t per_group = c.heads.group_heads(), q_heads = kv_heads * per_group;
-  const Range keys = keys_of(c, tasks);
+  Range keys = keys_of(c, tasks);
+  // A document may have the rows later than another one, and none of those before them.
+  const int64_t shift = p.may_shift && pick(random, 0, 1) == 0 ? pick(random, 1, 300) : 0;
+  keys = {keys.begin + shift, keys.end + shift};
   p.first_heads.push_back(first_head);
+  p.shifts.push_back(shift);
   attention::KeyGroup& group = p.groups.emplace_back();
   group.kv_heads = kv_heads;
   group.scores = static_cast<int64_t>(p.scores.size()) - 1;
-  group.bidirectional = c.bidirectional;
+  auto& bidirectional = p.bidirectional.emplace_back(c.bidirectional);
+  for (distca::BidirectionalRows& rows : bidirectional) rows = {rows.begin + shift, rows.end + shift};
+  group.bidirectional = bidirectional;
   group.kv_begin = keys.begin;
   group.kv_end = keys.end;
   group.first_block = keys.begin / kRows;
@@ -235,9 +241,9 @@ void place_group(const PlacedCase& of, const std::vector<Range>& tasks, int64_t 
     const int64_t end = std::min(start + kRows, keys.end), word = blocks[static_cast<size_t>(b)];
     const RowView k = group.k[word & 1].from_row((word >> 1) + begin - start);
     const RowView v = group.v[word & 1].from_row((word >> 1) + begin - start);
-    copies.emplace_back([&c, dtype, begin, end, first_head, kv_heads, k, v] {
-      copy_in(dtype, c.k, begin, first_head, end - begin, kv_heads, k);
-      copy_in(dtype, c.v, begin, first_head, end - begin, kv_heads, v);
+    copies.emplace_back([&c, dtype, row = begin - shift, rows = end - begin, first_head, kv_heads, k, v] {
+      copy_in(dtype, c.k, row, first_head, rows, kv_heads, k);
+      copy_in(dtype, c.v, row, first_head, rows, kv_heads, v);
     });
   }
 
@@ -246,8 +252,8 @@ void place_group(const PlacedCase& of, const std::vector<Range>& tasks, int64_t 
     const int64_t n = range.end - range.begin;
     attention::Task& task = p.task_table.emplace_back();
     task.group = static_cast<int64_t>(p.groups.size()) - 1;
-    task.q_begin = range.begin;
-    task.q_end = range.end;
+    task.q_begin = range.begin + shift;
+    task.q_end = range.end + shift;
     task.q = fresh(p, dtype, n, q_heads, c.heads.dim, random);
     task.dout = fresh(p, dtype, n, q_heads, c.heads.v_dim, random);
     const bool in_place = c.heads.dim == c.heads.v_dim && pick(random, 0, 1) == 0;
@@ -266,8 +272,10 @@ void place_group(const PlacedCase& of, const std::vector<Range>& tasks, int64_t 
 
   auto& runs = p.runs.emplace_back();
   for (GradPlace& place : places) {
-    if (place.run.begin < keys.begin || place.run.end > keys.end) continue;
     attention::KeyGradRun run = place.run;
+    run.begin += shift;
+    run.end += shift;
+    if (run.begin < keys.begin || run.end > keys.end) continue;
     run.is_added = std::exchange(place.is_written, true);
     if (const int64_t rows = run.end - run.begin; run.is_added && rows > 1 && pick(random, 0, 1) == 0) {
       const int64_t first = pick(random, 1, rows - 1);  // what is added may be cut
@@ -326,11 +334,14 @@ void place_groups(PlacedCase& of, int64_t first_head, int64_t kv_heads, bool rem
 
 }  // namespace
 
-std::unique_ptr<Placement> place(std::span<const Case* const> cases, bool remote, std::mt19937& random) {
+std::unique_ptr<Placement> place(std::span<const Case* const> cases, bool remote, bool may_shift,
+                                 std::mt19937& random) {
   auto p = std::make_unique<Placement>();
+  p->may_shift = may_shift;
   // Spans point into these.
   p->blocks.reserve(6 * cases.size());
   p->runs.reserve(6 * cases.size());
+  p->bidirectional.reserve(6 * cases.size());
   for (const Case* c : cases) {
     PlacedCase& of = p->cases.emplace_back();
     of.c = c;
@@ -356,10 +367,11 @@ void give_statistics(const Placement& p, const PlacedCase& of, const Answer& rig
       const attention::Task& task = p.task_table[static_cast<size_t>(t)];
       for (int64_t row = task.q_begin; row < task.q_end; ++row) {
         for (int64_t h = 0; h < q_heads; ++h) {
+          const int64_t of_case = row - p.shifts[g];
           double delta = 0;
           for (int64_t d = 0; d < c.heads.v_dim; ++d)
-            delta += right.out.at(row, first + h)[d] * c.dout.at(row, first + h)[d];
-          write(DType::kFloat32, task.lse.at(row - task.q_begin, h), right.lse.at(row, first + h)[0]);
+            delta += right.out.at(of_case, first + h)[d] * c.dout.at(of_case, first + h)[d];
+          write(DType::kFloat32, task.lse.at(row - task.q_begin, h), right.lse.at(of_case, first + h)[0]);
           write(DType::kFloat32, task.delta.at(row - task.q_begin, h), delta);
         }
       }
@@ -387,18 +399,19 @@ Answer results(const Placement& p, const PlacedCase& of) {
     const int64_t q_heads = group.kv_heads * heads.group_heads(), first = first_head * heads.group_heads();
     for (int64_t t = group.task_begin; t < group.task_end; ++t) {
       const attention::Task& task = p.task_table[static_cast<size_t>(t)];
-      const int64_t n = task.q_end - task.q_begin;
-      copy_out(heads.dtype, task.out, n, q_heads, a.out, task.q_begin, first);
-      copy_out(DType::kFloat32, task.lse, n, q_heads, a.lse, task.q_begin, first);
-      copy_out(heads.dtype, task.dq, n, q_heads, a.dq, task.q_begin, first);
+      const int64_t n = task.q_end - task.q_begin, row = task.q_begin - p.shifts[g];
+      copy_out(heads.dtype, task.out, n, q_heads, a.out, row, first);
+      copy_out(DType::kFloat32, task.lse, n, q_heads, a.lse, row, first);
+      copy_out(heads.dtype, task.dq, n, q_heads, a.dq, row, first);
       for (int64_t h = 0; h < q_heads; ++h) {
         double& largest = a.max_logits.at(0, first + h)[0];
         largest = std::max<double>(largest, task.max_logits[h]);
       }
     }
     for (const attention::KeyGradRun& run : group.grads) {
-      copy_out(run.dtype, run.dk, run.end - run.begin, group.kv_heads, a.dk, run.begin, first_head);
-      copy_out(run.dtype, run.dv, run.end - run.begin, group.kv_heads, a.dv, run.begin, first_head);
+      const int64_t row = run.begin - p.shifts[g];
+      copy_out(run.dtype, run.dk, run.end - run.begin, group.kv_heads, a.dk, row, first_head);
+      copy_out(run.dtype, run.dv, run.end - run.begin, group.kv_heads, a.dv, row, first_head);
     }
   }
   return a;

@@ -76,9 +76,12 @@ struct Placement {
   std::vector<attention::Scores> scores;
   std::vector<std::vector<std::byte>> memory;
   std::vector<std::vector<int64_t>> blocks;
+  std::vector<std::vector<distca::BidirectionalRows>> bidirectional;
   std::vector<attention::KeyGroup> groups;
   std::vector<attention::Task> task_table;
   std::vector<int64_t> first_heads;  // of each group, among the key/value heads of its case
+  bool may_shift = false;
+  std::vector<int64_t> shifts;  // of each group: how much later its document has the rows of the case
   std::vector<std::vector<attention::KeyGradRun>> runs;
   size_t remote_group = SIZE_MAX;  // whose rows arrive later
   std::vector<std::unique_ptr<uint64_t>> words;
@@ -89,8 +92,9 @@ struct Placement {
 };
 
 /// Places cases with the same heads, each with its own entry of the problem's scores. With `remote`, one of the last
-/// case's groups with its last heads has rows that arrive later.
-std::unique_ptr<Placement> place(std::span<const Case* const> cases, bool remote, std::mt19937& random);
+/// case's groups with its last heads has rows that arrive later. With `may_shift`, groups may have the rows of their
+/// case later than those before them.
+std::unique_ptr<Placement> place(std::span<const Case* const> cases, bool remote, bool may_shift, std::mt19937& random);
 
 /// Writes what backward is given of forward for one of the cases: lse and delta of every row, from the right answer.
 void give_statistics(const Placement& placement, const PlacedCase& of, const Answer& right);

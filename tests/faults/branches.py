@@ -1,13 +1,17 @@
-"""Faults of documents that share their first rows."""
+"""Faults of documents that begin with rows of others."""
 
 from faults.fault import Fault
 
 EXACT = "tests/runtime/test_branches.py"
 LAYOUT = "tests/plan/test_branch_layouts.py"
+MERGED = "tests/plan/test_merged_layouts.py"
 PLAN = "tests/plan/test_plan.py"
 CONSISTENT = "tests/plan/test_consistency.py"
 MODELS = "tests/integrations/test_hf_branches.py"
 ARRANGEMENT = "cpp/plan/arrangement.cpp"
+GRADIENTS = "cpp/plan/key_gradients.cpp"
+TABLES = "cpp/plan/tables.h"
+LISTS = "cuda/attention/work_list.cpp"
 LAYOUTS = "cpp/plan/layout.cpp"
 REDUCED = "tests/plan/test_reduce_dtype.py"
 STRESS = "tests/attention/test_several_scores.py"
@@ -20,23 +24,29 @@ FAULTS = [
     Fault(
         "branches: a branch has all rows of what it branches off",
         LAYOUTS,
-        "const int64_t end = i == 0 ? document_lengths_[static_cast<size_t>(d)] : first_row(path[i - 1]);",
-        "const int64_t end = document_lengths_[static_cast<size_t>(d)];",
-        (EXACT, PLAN),
+        "rows.push_back({document, 0, d, own(d), end});",
+        "rows.push_back({document, 0, d, own(d), length(d)});",
+        (
+            LAYOUT,
+            EXACT,
+        ),
     ),
     Fault(
         "branches: a document may branch off one that has not the row before its own first one",
         LAYOUTS,
-        "require(first_row(b.parent) < first && first <= document_lengths_[static_cast<size_t>(b.parent)],",
-        "require(first_row(b.parent) < first,",
+        "require(own(b.parent) < own(b.document) && own(b.document) <= length(b.parent),",
+        "require(own(b.parent) < own(b.document),",
         (LAYOUT,),
     ),
     Fault(
-        "branches: documents of a joined layout branch off the first part's",
+        "branches: documents of a joined layout begin with rows of the first part's",
         LAYOUTS,
-        "branches.push_back({num_documents + b.document, num_documents + b.parent});",
-        "branches.push_back({num_documents + b.document, b.parent});",
-        (LAYOUT,),
+        "s.of += num_documents;",
+        "",
+        (
+            LAYOUT,
+            MERGED,
+        ),
     ),
     Fault(
         "branches: a range may begin in shared rows",
@@ -48,41 +58,41 @@ FAULTS = [
     Fault(
         "branches: they are not in the digest of a layout",
         "cpp/plan/plan.cpp",
-        "if (layout.has_branches()) d.add(words_of(layout.branches()));",
+        "if (layout.has_shared()) d.add(words_of(layout.shared()));",
         "",
         (LAYOUT,),
     ),
     Fault(
         "branches: heads are cut document by document",
         "cpp/plan/task_list.cpp",
-        "int32_t& index = cuts_of[static_cast<size_t>(layout.tree(t.document))];",
+        "int32_t& index = cuts_of[static_cast<size_t>(layout.cluster(t.document))];",
         "int32_t& index = cuts_of[static_cast<size_t>(t.document)];",
         (EXACT, PLAN),
     ),
     Fault(
         "branches: key gradients come in the order of the documents' numbers",
-        ARRANGEMENT,
-        "if (layout_.has_branches())  // rows that a document shares may be of documents with higher numbers",
+        GRADIENTS,
+        "if (layout_.has_shared())  // rows that a document has of others may be of documents with higher numbers",
         "if (false)",
         (EXACT, PLAN),
     ),
     Fault(
         "branches: the second group of a server writes over the gradients of the first",
-        ARRANGEMENT,
-        "draft(*next, GradTarget::kAdded);",
-        "draft(*next, GradTarget::kPartial);",
+        GRADIENTS,
+        "draft(*next, seen, GradTarget::kAdded);",
+        "draft(*next, seen, GradTarget::kPartial);",
         (EXACT, PLAN),
     ),
     Fault(
         "branches: gradients that a server adds up come home rounded",
-        ARRANGEMENT,
-        "g.server != last || (options_.reduces_narrow() && g.server != rows.rank)",
-        "g.server != last",
+        GRADIENTS,
+        "server != last || (options_.reduces_narrow() && server != rows.rank)",
+        "server != last",
         (EXACT, CONSISTENT, REDUCED),
     ),
     Fault(
         "branches: a sum of a home alone waits for others",
-        ARRANGEMENT,
+        GRADIENTS,
         "is_own(starts) && of.writers.size() == 1, rows.row",
         "false, rows.row",
         (EXACT, PLAN),
@@ -111,22 +121,22 @@ FAULTS = [
     Fault(
         "branches: gradients are added where those of earlier rows lie",
         ARRANGEMENT,
-        "return (g.begin - written.begin) *",
+        "return (g.home_row - written.home_row) *",
         "return 0 *",
         (EXACT, PLAN),
     ),
     Fault(
         "branches: shared keys come for each document",
         ARRANGEMENT,
-        "placed_.try_emplace({g.pool, of_rows->document, b}, num_blocks).first->second",
+        "placed_.try_emplace(rows_of_block_, num_blocks).first->second",
         "num_blocks",
         (EXACT,),
     ),
     Fault(
         "branches: a block of which a group has some rows is taken for another group's",
         ARRANGEMENT,
-        "if (b * block_rows_ >= g.kv_begin && last_row < g.kv_end) {",
-        "if (b * block_rows_ >= g.kv_begin) {",
+        "if (first_row >= g.kv_begin && end_row <= g.kv_end) {",
+        "if (first_row >= g.kv_begin) {",
         (PLAN, EXACT),
     ),
     Fault(
@@ -153,7 +163,7 @@ FAULTS = [
     Fault(
         "branches: the scheduler knows nothing of keys of other branches",
         "cpp/plan/scheduler.cpp",
-        "layout_.tree(placement_of(q).document) != layout_.tree(document)) continue;",
+        "layout_.cluster(placement_of(q).document) != layout_.cluster(document)) continue;",
         "placement_of(q).document != document) continue;",
         (EXACT,),
     ),
@@ -230,14 +240,42 @@ FAULTS = [
     Fault(
         "branches: CUDA: an item adds before the one before it has written",
         "cuda/attention/backward_kernel.h",
-        "if (item.before < 0) return;",
+        "if (item.before_begin == item.before_end) return;",
         "return;",
         (KERNELS,),
     ),
     Fault(
         "branches: CUDA: an item waits for one that comes later",
-        "cuda/attention/work_list.cpp",
-        "if (has_families) order_families(problem, list);",
+        LISTS,
+        "order_families(problem, list);\n  }\n  sort_items",
+        "}\n  sort_items",
+        (KERNELS,),
+    ),
+    Fault(
+        "branches: CUDA: an item waits for the last of those that store before it alone",
+        "cuda/attention/backward_kernel.h",
+        "for (int i = 2 * item.before_begin; i < 2 * item.before_end; ++i)",
+        "for (int i = 2 * item.before_end - 2; i < 2 * item.before_end; ++i)",
+        (KERNELS,),
+    ),
+    Fault(
+        "branches: CUDA: a warpgroup waits for the same one of another item alone",
+        "cuda/attention/backward_kernel.h",
+        "stored(p.before[i / 2]) + i % 2)",
+        "stored(p.before[i / 2]) + warpgroup())",
+        (KERNELS,),
+    ),
+    Fault(
+        "branches: CUDA: what is left of rows to which an item stores is forgotten",
+        LISTS,
+        "if (end < last.end) stored[end] = last;",
+        "",
+        (KERNELS,),
+    ),
+    Fault(
+        "branches: CUDA: rows before those to which an item stores are forgotten",
+        LISTS,
+        "if (first < begin) stored[first] = {begin, last.item};",
         "",
         (KERNELS,),
     ),
@@ -250,8 +288,8 @@ FAULTS = [
     ),
     Fault(
         "branches: CUDA: groups that wait for no signal come before those that they add to",
-        "cuda/attention/work_list.cpp",
-        "remote[family] |= static_cast<uint8_t>(list.unsorted[first].remote);",
+        LISTS,
+        "remote[family] |= static_cast<uint8_t>(list.unsorted[list.first_item[g]].remote);",
         "",
         (KERNELS,),
     ),
@@ -265,21 +303,34 @@ FAULTS = [
     Fault(
         "branches: a segment's keys are sent to a branch to its end",
         SLICES,
-        "seen.end = std::min(segment.end, reader.end);",
-        "seen.end = segment.end;",
-        (EXACT, PLAN),
+        "Placement seen = segment.within(rows.begin, rows.end);",
+        "Placement seen = segment.within(rows.begin, segment.end);",
+        (
+            EXACT,
+            PLAN,
+        ),
+    ),
+    Fault(
+        "branches: keys are sent to where their own document has them",
+        SLICES,
+        "seen.begin += rows.shift();\n      seen.end += rows.shift();",
+        "",
+        (
+            EXACT,
+            PLAN,
+        ),
     ),
     Fault(
         "branches: the bytes of a tree have a bound that nobody has proven",
         "cpp/plan/bounds.cpp",
-        "layout.has_branches() || ",
+        "layout.has_shared() || ",
         "",
         (LAYOUT,),
     ),
     Fault(
         "branches: a task of a plan may compute rows that its document shares",
         "cpp/plan/validate.cpp",
-        "check_plan(branch == nullptr || t.q_begin >= branch->first_row,",
+        "check_plan(t.q_begin >= view_.first_row(g.document),",
         "check_plan(true,",
         (CONSISTENT,),
     ),
@@ -307,15 +358,15 @@ FAULTS = [
     Fault(
         "branches: backward may have other branches than forward",
         "cpp/runtime/context_plans.cpp",
-        "x.document == plan::kPadding || branch_of(forward, x) == branch_of(backward, y);",
+        "begin_alike(forward, x.document, backward, y.document);",
         "true;",
         (EXACT,),
     ),
     Fault(
-        "branches: a half has the branches of a document that it has not",
+        "branches: a half has documents that begin with rows which it has not",
         LAYOUTS,
-        "trees_[static_cast<size_t>(document)] = path.back();",
-        "trees_[static_cast<size_t>(document)] = path[path.size() > 1 ? 1 : 0];",
+        "clusters_[static_cast<size_t>(std::max(a, b))] = std::min(a, b);",
+        "clusters_[static_cast<size_t>(s.document)] = s.of;",
         (LAYOUT,),
     ),
     Fault(
@@ -328,30 +379,105 @@ FAULTS = [
     Fault(
         "branches: a chunk shares rows that lie before it",
         "python/distca/planner/layout.py",
-        "if begin := own[document].start % rows:",
-        "if begin := own[document].start:",
-        (LAYOUT,),
+        "begin = max(begin, chunk * rows - shift)",
+        "",
+        (
+            MERGED,
+            LAYOUT,
+        ),
+    ),
+    Fault(
+        "branches: rows of a chunk are of one chunk of their document",
+        "python/distca/planner/layout.py",
+        "in_chunk, take = begin % rows, min(end - begin, rows - begin % rows)",
+        "in_chunk, take = begin % rows, end - begin",
+        (MERGED,),
     ),
     Fault(
         "branches: pickled layouts lose them",
         "python/distca/planner/layout.py",
-        '_C.Layout(state["segments"], state.get("branches", []))',
-        '_C.Layout(state["segments"], [])',
-        (LAYOUT,),
+        'state.get("shared", [])',
+        "[]",
+        (
+            LAYOUT,
+            MERGED,
+        ),
     ),
     Fault(
-        "branches: ranks may tell two parents of a document",
+        "branches: ranks may tell two beginnings of a document",
         "python/distca/planner/telling.py",
-        "if branches.setdefault(numbers[document], numbers[parent]) != numbers[parent]:",
-        "if branches.setdefault(numbers[document], numbers[parent]) is None:",
-        (LAYOUT,),
+        "if branches.setdefault(document, begins) != begins:",
+        "if branches.setdefault(document, begins) is None:",
+        (
+            LAYOUT,
+            MERGED,
+        ),
     ),
     Fault(
         "branches: the first rank's numbers are those of the layout",
         "python/distca/planner/telling.py",
-        "if branches.setdefault(numbers[document], numbers[parent])",
-        "if branches.setdefault(document, parent)",
-        (LAYOUT,),
+        "else [(numbers[of], begin, end) for of, begin, end in begins]",
+        "else [*begins]",
+        (MERGED,),
+    ),
+    Fault(
+        "branches: a document may have a row twice",
+        LAYOUTS,
+        "require(i == 0 || s.of != sorted[i - 1].of || s.begin >= sorted[i - 1].end,",
+        "require(true,",
+        (MERGED,),
+    ),
+    Fault(
+        "branches: a document may begin with its own rows",
+        LAYOUTS,
+        "require(s.of != document,",
+        "require(true,",
+        (MERGED,),
+    ),
+    Fault(
+        "branches: rows that follow one another are ranges of their own",
+        LAYOUTS,
+        "last != nullptr && last->of == of && last->end == begin",
+        "false",
+        (MERGED,),
+    ),
+    Fault(
+        "branches: gradients are of the rows that their own document has",
+        GRADIENTS,
+        "gradient.begin = rows.begin + s.shift;\n    gradient.end = rows.end + s.shift;",
+        "gradient.begin = rows.begin;\n    gradient.end = rows.end;",
+        (
+            EXACT,
+            PLAN,
+        ),
+    ),
+    Fault(
+        "branches: a block is known by where its document has it",
+        ARRANGEMENT,
+        "rows.insert(rows.end(), {p->document, row - p->shift, row - first_row});",
+        "rows.insert(rows.end(), {p->document, row - p->shift, row});",
+        (MERGED,),
+    ),
+    Fault(
+        "branches: a plan may say a document's rows twice",
+        "cpp/plan/validate.cpp",
+        "sorted[i].begin >= sorted[i - 1].end,",
+        "true,",
+        (CONSISTENT,),
+    ),
+    Fault(
+        "branches: a plan may say rows that nobody has",
+        "cpp/plan/validate.cpp",
+        "check_plan(needed.contains(s.document),",
+        "check_plan(true,",
+        (CONSISTENT,),
+    ),
+    Fault(
+        "branches: transfers are told in rows of who has them",
+        "cpp/plan/transfers.cpp",
+        "rows.begin - rows.shift,",
+        "rows.begin,",
+        (MERGED,),
     ),
     Fault(
         "branches: recurrent models take them",

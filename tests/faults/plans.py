@@ -9,6 +9,7 @@ PLAN_MEMORY = "tests/plan/test_plan_memory.py"
 SCHEDULER = "tests/plan/test_scheduler.py"
 HEAD_PARALLEL = "tests/plan/test_head_parallel.py"
 ALTERED = "tests/runtime/test_altered_plans.py"
+GRADIENTS = "cpp/plan/key_gradients.cpp"
 ARRANGEMENT = "cpp/plan/arrangement.cpp"
 TABLES = "cpp/plan/slice_tables.cpp"
 SHARD = "cpp/plan/shard.cpp"
@@ -80,7 +81,7 @@ FAULTS = [
     ),
     Fault(
         "contributions are rounded although fp32 is asked for",
-        ARRANGEMENT,
+        GRADIENTS,
         "const bool narrow = options_.reduces_narrow() && !is_own(s);",
         "const bool narrow = !is_own(s);",
         (REDUCE_DTYPE, PLAN),

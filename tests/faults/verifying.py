@@ -24,10 +24,10 @@ FAULTS = [
         TESTS,
     ),
     Fault(
-        "verify: a branch begins after its parent's own rows only",
+        "verify: a branch begins with rows of another document",
         CASES,
-        "return 0 if parent is None else self.first_row(parent) + self.lengths[parent]",
-        "return 0 if parent is None else self.lengths[parent] - 1",
+        "keys = [firsts[of] + row for of, begin, end",
+        "keys = [firsts[0] + row for of, begin, end",
         TESTS,
     ),
     Fault("verify: errors of nothing but the mean count", JUDGE, "max(rms, largest)", "rms", TESTS),

@@ -24,7 +24,7 @@ EXACT = (
     "llama4_text, chunks and temperature",
 )
 REFUSED = {
-    "qwen3_next": "document 1 would have to go on from that of document 0, off which it branches",
+    "qwen3_next": "document 1 would have to go on from that of document 0, with whose rows it begins",
     "falcon_h1": "document 1 would have to go on from that of document 0",
     "lfm2_moe": "document 1 would have to go on from that of document 0",
     "bart": "positions in the documents",
@@ -49,7 +49,7 @@ def test_models_that_branches_cannot_be_told_are_refused(name: str) -> None:
 def test_a_model_s_own_loss_takes_branches_whose_own_rows_are_whole() -> None:
     """The first label of a document is left out, as in every packed batch: the row before it is of another one."""
     case = CASES["llama"]
-    layout = distca.Layout([[(0, 0, 40), (2, 25, 50)], [(1, 40, 64), (3, 55, 60), (4, 0, 7)]], branches=TREE.parents)
+    layout = distca.Layout([[(0, 0, 40), (2, 25, 50)], [(1, 40, 64), (3, 55, 60), (4, 0, 7)]], branches=TREE.branches)
     tokens = rows_of(1)
     labels = [
         torch.cat([torch.full((own.start + 1,), -100), rows[own.start + 1 :]])
@@ -78,12 +78,14 @@ def test_a_model_s_own_loss_takes_branches_whose_own_rows_are_whole() -> None:
         assert sum(on_all_ranks(contexts, work)) == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gpt_oss", "gemma2"])
+WITH_MASKS = pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gpt_oss", "gemma2"])
+
+
+@WITH_MASKS
 def test_a_model_on_noised_blocks_has_the_logits_of_transformers_under_the_mask_of_block_diffusion(name: str) -> None:
-    """Clean rows and noised ones of three documents on two ranks, against eager attention with a mask of four dims."""
-    case, rows = CASES[name], 8
+    """Clean rows and noised ones of three documents on two ranks."""
+    rows = 8
     clean = distca.Layout([[(0, 0, 30)], [(0, 30, 41), (1, 0, 20), (2, 0, 5)]])
-    layout = clean.block_diffusion(rows)
     kinds = [
         (document, row, noised)
         for rank in range(2)
@@ -96,19 +98,53 @@ def test_a_model_on_noised_blocks_has_the_logits_of_transformers_under_the_mask_
     sees = (document[:, None] == document[None]) & torch.where(
         noised[:, None], torch.where(noised[None], block == other, other < block), ~noised[None] & (other <= block)
     )
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(2, tiny.VOCABULARY, (len(kinds),), generator=generator)
+    near = position[None] > position[:, None] - _window(name)
+    _check_logits(name, clean.block_diffusion(rows), sees, sees & near)
+
+
+@WITH_MASKS
+def test_a_model_on_passages_that_do_not_see_each_other_has_the_logits_of_transformers_under_that_mask(
+    name: str,
+) -> None:
+    """Two questions to three passages on two ranks: one to all of them, in another order, and one to parts of two."""
+    begins = {3: [(2, 0, 9), (0, 0, 30), (1, 0, 20)], 4: [(1, 5, 20), (0, 0, 12)]}
+    layout = distca.Layout(
+        [[(0, 0, 30), (4, 27, 33)], [(2, 0, 9), (3, 59, 75), (1, 0, 20), (4, 33, 40)]], branches=begins
+    )
+    rows = [(document, row) for rank in range(2) for document, begin, end in layout.segments(rank)
+            for row in range(begin, end)]  # fmt: skip
+    keys = [  # of each document, the rows that it has in its order, as they are numbered here
+        [rows.index((of, row)) for of, begin, end in begins.get(document, ()) for row in range(begin, end)]
+        + sorted(i for i, (d, _) in enumerate(rows) if d == document)
+        for document in range(5)
+    ]
+    sees, near = (torch.zeros(len(rows), len(rows), dtype=torch.bool) for _ in range(2))
+    for i, (document, row) in enumerate(rows):
+        sees[i, keys[document][: row + 1]] = True
+        near[i, keys[document][max(0, row + 1 - _window(name)) : row + 1]] = True
+    _check_logits(name, layout, sees, near)
+
+
+def _window(name: str) -> int:
+    return getattr(CASES[name].model("eager").config, "sliding_window", None) or 100
+
+
+def _check_logits(name: str, layout: distca.Layout, full: torch.Tensor, sliding: torch.Tensor) -> None:
+    """On two ranks, against eager attention with masks of four dimensions: what rows see in layers without a window and
+    with one.
+    """
+    case = CASES[name]
+    ids = torch.randint(2, tiny.VOCABULARY, (len(full),), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([layout.position_ids(rank) for rank in range(2)])
     models = [case.model("distca").eval() for _ in range(2)]
     config = models[0].config
     plans = distca.plans(layout, hf.heads_of(config, torch.float32), windows=hf.windows_of(config))
-    near = position[None] > position[:, None] - (getattr(config, "sliding_window", None) or 100)
-    full, sliding = (
-        torch.zeros(1, 1, *sees.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
-        for seen in (sees, sees & near)
-    )
-    mask = full if len(plans) == 1 else {"full_attention": full, "sliding_attention": sliding}
+    masks = [
+        torch.zeros(1, 1, *seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min) for seen in (full, sliding)
+    ]
+    mask = masks[0] if len(plans) == 1 else {"full_attention": masks[0], "sliding_attention": masks[1]}
     with torch.no_grad():
-        right = run(case.model("eager").eval(), ids, position_ids=position[None], attention_mask=mask).logits[0]
+        right = run(case.model("eager").eval(), ids, position_ids=positions[None], attention_mask=mask).logits[0]
 
     def work(rank: int, context: distca.Context) -> torch.Tensor:
         begin = sum(layout.num_rows(r) for r in range(rank))

@@ -16,8 +16,8 @@ from support.plan_reader import read_slice
 
 HEADS = distca.Heads(q=4, kv=2, dim=16)
 SEGMENTS = [[(0, 0, 6), (2, 6, 9), (-1, 0, 2)], [(1, 4, 7), (0, 6, 10), (3, 8, 12)]]
-BRANCHES = {1: 0, 2: 0, 3: 2}
-TREE = distca.Layout(SEGMENTS, branches=BRANCHES)
+TREE = distca.Layout(SEGMENTS, branches={1: 0, 2: 0, 3: 2})
+BRANCHES = {1: [(0, 0, 4)], 2: [(0, 0, 6)], 3: [(0, 0, 6), (2, 6, 8)]}
 
 
 def test_a_layout_says_its_branches_and_their_positions() -> None:
@@ -67,7 +67,7 @@ def test_copies_keep_the_branches(way: Any) -> None:
 def test_joined_layouts_keep_their_branches_under_the_new_numbers() -> None:
     other = distca.Layout([[(0, 0, 3)], [(1, 3, 4)]], branches={1: 0})
     whole = distca.Layout.join([(TREE, [2, 0]), (other, [1, 3])], num_ranks=4)
-    assert whole.branches == {**BRANCHES, 5: 4}
+    assert whole.branches == {**BRANCHES, 5: [(4, 0, 3)]}
 
 
 def test_rows_that_see_each_other_are_a_branch_s_own() -> None:
@@ -82,10 +82,11 @@ def test_documents_that_share_rows_are_in_one_half() -> None:
         layout = random_tree(seed).layout(3, seed)
         halves = distca.halves(layout)
         for half in halves:
-            assert all((branch in half.documents) == (parent in half.documents) for branch, parent in
-                       layout.branches.items())  # fmt: skip
-            of_half = {half.documents.index(d): half.documents.index(p) for d, p in layout.branches.items()
-                       if d in half.documents}  # fmt: skip
+            number = {document: i for i, document in enumerate(half.documents)}
+            assert all((branch in number) == (of in number) for branch, begins in layout.branches.items()
+                       for of, _, _ in begins)  # fmt: skip
+            of_half = {number[d]: [(number[of], *rows) for of, *rows in begins] for d, begins in
+                       layout.branches.items() if d in number}  # fmt: skip
             assert half.layout.branches == of_half
             assert half.is_of(layout)
             for rank in range(3):
@@ -113,7 +114,7 @@ def test_chunks_share_the_rows_of_the_chunk_in_which_a_branch_begins() -> None:
     assert layout.segments(0) == [
         (0, 0, 4), (1, 0, 4), (2, 0, 2), (3, 2, 4), (4, 0, 4), (5, 0, 1), (6, 0, 1), (7, 3, 4)
     ]  # fmt: skip
-    assert layout.branches == {3: 1, 7: 3}
+    assert layout.branches == {3: [(1, 0, 2)], 7: [(1, 0, 2), (3, 2, 3)]}
 
 
 def test_a_plan_of_another_parent_has_another_digest() -> None:
@@ -146,7 +147,7 @@ def test_a_schedule_computes_a_branch_s_own_rows_alone() -> None:
     layout = distca.Layout([[(0, 0, 10), (1, 10, 13)]], branches={1: 0})
     distca.plan(layout, HEADS, tasks=[(0, 0, 10, 0, 2, 0), (1, 10, 13, 0, 2, 0)])
     with pytest.raises(
-        distca.InvalidArgumentError, match=r"tasks\[1\] has rows \[9, 13\) of document 1, a branch whose"
+        distca.InvalidArgumentError, match=r"tasks\[1\] has rows \[9, 13\) of document 1, whose own rows begin at 10"
     ):
         distca.plan(layout, HEADS, tasks=[(0, 0, 10, 0, 2, 0), (1, 9, 13, 0, 2, 0)])
     with pytest.raises(distca.InvalidArgumentError, match="row 10 of document 1, key/value head 0, exactly once"):
@@ -173,7 +174,7 @@ def test_ranks_tell_their_branches_by_their_own_numbers(bidirectional: bool) -> 
     first = {"segments": [(70, 0, 6), (20, 6, 9), (-1, 0, 2)], "branches": {20: 70}}
     second = {"segments": [(70, 6, 10), (50, 4, 7)], "branches": {50: 70, 20: 70}, "ranges": [(50, 4, 6)]}
     layout = _told(first, second, bidirectional=bidirectional)
-    assert layout.branches == {0: 2, 1: 2}
+    assert layout.branches == {0: [(2, 0, 6)], 1: [(2, 0, 4)]}
     assert layout.segments(0) == [(2, 0, 6), (0, 6, 9), (-1, 0, 2)]
     assert layout.bidirectional == ({1: [(4, 6)]} if bidirectional else {})
 
@@ -186,7 +187,7 @@ def test_ranks_tell_their_branches_by_their_own_numbers(bidirectional: bool) -> 
         ([{"segments": [(7, 0, 6), (9, 6, 8)], "branches": {9: 8}}], r"rank 0 tells that document 9 branches off "
          r"document 8; the ranks have rows of \[7, 9\]"),
         ([{"segments": [(7, 0, 6), (9, 6, 8)], "branches": {9: 7}}, {"segments": [(8, 0, 7)], "branches": {9: 8}}],
-         "rank 1 tells that document 9 branches off document 8, a rank before it off document 7"),
+         "rank 1 tells that document 9 branches off document 8; a rank before it: branches off document 7"),
         ([{"segments": [(7, 0, 6), (9, 7, 8)], "branches": {9: 7}}], r"document 1, whose first row is 7.* "
          r"documents are called \[7, 9\]"),
     ],
@@ -205,5 +206,5 @@ def test_branches_are_told_with_segments() -> None:
         [0], heads=HEADS, rank=0, segments=lambda batch: [(3, 0, 5), (4, 5, 7)], branches=lambda batch: {4: 3}
     ) as steps:
         [(_, plan)] = steps
-    assert plan.layout.branches == {1: 0}
+    assert plan.layout.branches == {1: [(0, 0, 5)]}
     assert torch.equal(plan.layout.position_ids(0), torch.arange(7))

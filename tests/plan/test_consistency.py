@@ -50,6 +50,10 @@ TREE = distca.Layout(
 ANSWERS = distca.Layout(
     [[(0, 0, 70), (1, 70, 130), (2, 50, 140)], [(3, 0, 40)], [(4, 30, 60)]], branches={1: 0, 2: 0, 4: 3}
 )
+MERGED = distca.Layout(
+    [[(0, 0, 70), (1, 0, 30)], [(2, 70, 120), (3, 0, 20)], [(1, 30, 50), (4, 45, 60)]],
+    branches={2: [(1, 10, 50), (0, 0, 30)], 4: [(0, 0, 5), (1, 0, 5), (2, 75, 110)]},
+)
 RANKS = range(3)
 Change = Callable[[Slice], tuple[int, int, str, int] | None]
 
@@ -69,6 +73,7 @@ def _plans() -> list[distca.Plan]:
         ),
         distca.plan(TREE, HEADS, tasks=random_tasks(TREE, HEADS.kv, 6), round_bytes=1),
         distca.plan(ANSWERS, HEADS, balance=False),
+        distca.plan(MERGED, HEADS, balance=False),
     ]
     return [plan.for_rank(rank) for plan in made for rank in RANKS]
 
@@ -124,36 +129,56 @@ CHANGES: dict[str, tuple[Change, str]] = {
         ),
         r"task \d+: rows \[\d+, \d+\) see keys",
     ),
-    "a branch begins a row later": (
+    "a document begins with a row more": (
         lambda s: _first(
-            s.branches, _number("Branch"), "first_row", lambda b: b.first_row + 1,
-            lambda b: any(g.document == b.document and g.begin == b.first_row for g in s.segments),
+            s.shared, _number("Shared"), "end", lambda b: b.end + 1,
+            lambda b: any(g.document == b.document and g.begin == b.at + b.end - b.begin for g in s.segments),
         ),
         r"segment of document \d: row \d+ is not its own",
     ),
     "a task computes a row that its document shares": (
         lambda s: _first(
-            s.branches, _number("Branch"), "first_row", lambda b: b.first_row + 1,
+            s.shared, _number("Shared"), "end", lambda b: b.end + 1,
             lambda b: all(g.document != b.document for g in s.segments)
-            and any(s.groups[t.group].document == b.document and t.q_begin == b.first_row for t in s.tasks),
+            and any(s.groups[t.group].document == b.document and t.q_begin == b.at + b.end - b.begin for t in s.tasks),
         ),
         r"task \d+: row \d+ is not the document's own",
     ),
-    "a branch has another parent, whose rows are here": (
+    "a document begins with rows of another one, which are here": (
         lambda s: _first(
-            s.branches, _number("Branch"), "parent", lambda b: 4,
-            lambda b: b.parent == 0 and s.header.rank == 0
+            s.shared, _number("Shared"), "of", lambda b: 4,
+            lambda b: b.of == 0 and s.header.rank == 0
             and any(g.document == b.document and g.kv_begin == 0 for g in s.groups),
         ),
         r"key block \d+ is not where its rows are|gradients of rows \[\d+, \d+\) of document",
     ),
-    "a document branches off itself": (
-        lambda s: _first(s.branches, _number("Branch"), "parent", lambda b: b.document, lambda b: True),
-        r"document (\d) branches off document \1, which begins no earlier",
+    "a document begins with later rows of another one, which are here": (
+        lambda s: _first(
+            s.shared, _number("Shared"), "begin", lambda b: b.begin - 1,
+            lambda b: b.begin > 0 and b.at > 0 and b == s.shared[-1],
+        ),
+        r"its own|the document's own|is not where its rows are|own keys are not all copied|gradients of rows",
     ),
-    "there is a branch that nobody has": (
-        lambda s: _first(s.branches, _number("Branch"), "document", lambda b: 9, lambda b: b == s.branches[-1]),
-        "it has branches of which it needs none|are not at row|is not where its rows are|gradients of rows",
+    "a document begins with rows of its own": (
+        lambda s: _first(s.shared, _number("Shared"), "of", lambda b: b.document, lambda b: True),
+        r"document (\d) begins with rows \[\d+, \d+\) of document \1 at row",
+    ),
+    "rows that a document begins with do not follow one another": (
+        lambda s: _first(s.shared, _number("Shared"), "at", lambda b: b.at + 1, lambda b: True),
+        r"document \d begins with rows \[\d+, \d+\) of document \d at row \d+",
+    ),
+    "a document begins with rows twice": (
+        lambda s: _first(
+            s.shared, _number("Shared"), "of", lambda b: 0,
+            lambda b: b.of == 1 and any(a.document == b.document and a.of == 0 and a.begin == 0 for a in s.shared),
+        ),
+        r"document \d begins with row \d+ of document 0 twice",
+    ),
+    "a document begins with rows that nobody has": (
+        lambda s: _first(
+            s.shared, _number("Shared"), "document", lambda b: 9, lambda b: b == s.shared[-1] and b.at == 0
+        ),
+        "it has rows that document 9 begins with, which it has nothing of",
     ),
     "a home is done with a sum in a later round": (
         lambda s: _first(
@@ -185,7 +210,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
             s.groups, _number("GroupEntry"), "num_arena_blocks", lambda g: g.num_arena_blocks + 1,
             lambda g: g.forward_k >= 0 and sum(x.forward_k == g.forward_k for x in s.groups) > 1,
         ),
-        "where those of other heads do|do not lie in the arena|key blocks in the arena",
+        "where those of other heads do|do not lie in the arena|key blocks in the arena|its arena blocks",
     ),
     "values of groups with the same keys lie elsewhere": (
         lambda s: _first(

@@ -27,11 +27,13 @@ def of_own_rows(batch: Batch, tree: Tree, results: tuple[torch.Tensor, ...]) -> 
 def whole_documents(batch: Batch, tree: Tree) -> Batch:
     """The batch with shared rows in their places, so that each document could be computed by itself."""
     whole = Batch(batch.lengths, batch.heads, *(t.clone() for t in (batch.q, batch.k, batch.v, batch.dout)))
-    for document in tree.parents:
+    for document in tree.branches:
+        at = batch.offsets[document]
         for owner, rows in tree.path(document):
             for to, source in ((whole.q, batch.q), (whole.k, batch.k), (whole.v, batch.v)):
-                at, start = batch.offsets[document], batch.offsets[owner]
-                to[at + rows.start : at + rows.stop] = source[start + rows.start : start + rows.stop]
+                start = batch.offsets[owner]
+                to[at : at + len(rows)] = source[start + rows.start : start + rows.stop]
+            at += len(rows)
     return whole
 
 

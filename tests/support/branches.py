@@ -1,4 +1,4 @@
-"""Documents that share rows: random trees of them, and their attention in float64."""
+"""Documents that begin with rows of others: at random, and their attention in float64."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ import torch
 import torch.nn.functional as F
 
 import distca
+from distca.planner.layout import Begins
 from support.batches import Batch
 from support.oracle import visible
 
 
 class Tree(NamedTuple):
-    """Documents, the rows that each has of its own, and the one that each branch branches off."""
+    """Documents, the rows that each has of its own, and what each branch begins with: all rows of another document
+    before its own, or rows of others.
+    """
 
     lengths: list[int]
     own: list[range]
-    parents: dict[int, int]
+    branches: dict[int, Begins]
 
     def layout(self, ranks: int, seed: int) -> distca.Layout:
         """Own rows cut at random, on random ranks in random order, with padding between them."""
@@ -34,39 +37,55 @@ class Tree(NamedTuple):
             rng.shuffle(of_rank)
             for _ in range(rng.randrange(2)):
                 of_rank.insert(rng.randrange(len(of_rank) + 1), (distca.PADDING, 0, rng.choice((1, 5, 64))))
-        return distca.Layout(segments, branches=self.parents)
+        return distca.Layout(segments, branches=self.branches)
 
     def path(self, document: int) -> list[tuple[int, range]]:
         """The rows that the document has, as rows that are some document's own, in order."""
         own = (document, self.own[document])
-        if document not in self.parents:
-            return [own]
-        first = own[1].start
-        above = [(d, range(rows.start, min(rows.stop, first))) for d, rows in self.path(self.parents[document])]
-        return [*above, own]
+        begins = self.branches.get(document, [])
+        if not isinstance(begins, int):
+            return [*((of, range(begin, end)) for of, begin, end in begins), own]
+        *above, (parent, rows) = self.path(begins)
+        return [*above, (parent, range(rows.start, own[1].start)), own]
 
 
-def random_tree(seed: int, documents: int = 8) -> Tree:
-    """Documents of which most branch off another one, at any of its own rows or at its end."""
+def random_tree(seed: int, documents: int = 8, *, merges: bool = True) -> Tree:
+    """Documents of which most branch off another one, at any of its own rows or at its end. With `merges` some begin
+    with rows of several others, which may begin with rows of theirs.
+    """
     rng = random.Random(seed)
-    lengths, own, parents = [], [], {}
+    num_rows = [rng.choice([1, 2, 31, 63, 64, 65, 100, 129, 200]) for _ in range(documents)]
+    kinds = [rng.random() for _ in range(documents)]
+    parents = {d: rng.randrange(d) for d in range(1, documents) if (0.4 if merges else 0) <= kinds[d] < 0.85}
+    above = [[d] for d in range(documents)]  # each document and those that it branches off
+    for document, parent in parents.items():
+        above[document] += above[parent]
+    firsts: list[int] = []
+    merged: dict[int, list[tuple[int, int, int]]] = {}  # rows are counted from a document's first own one
     for document in range(documents):
-        first = 0
-        if document > 0 and rng.random() < 0.75:
-            parent = rng.randrange(document)
-            first = rng.choice([lengths[parent], rng.randint(own[parent].start + 1, lengths[parent])])
-            parents[document] = parent
-        rows = rng.choice([1, 2, 31, 63, 64, 65, 100, 129, 200])
-        own.append(range(first, first + rows))
-        lengths.append(first + rows)
+        firsts.append(0)
+        others = [d for d in range(documents) if document not in above[d]]
+        if document in parents:
+            parent = parents[document]
+            firsts[-1] = firsts[parent] + rng.choice([num_rows[parent], rng.randint(1, num_rows[parent])])
+        elif merges and kinds[document] < 0.4 and others:
+            ranges = []
+            for of in rng.sample(others, rng.randint(1, min(4, len(others)))):
+                begin, end = sorted(rng.sample(range(num_rows[of] + 1), 2)) if rng.random() < 0.6 else (0, num_rows[of])
+                ranges.append((of, begin, end))
+                if end < num_rows[of] and rng.random() < 0.3:
+                    ranges.append((of, end, num_rows[of]))
+            rng.shuffle(ranges)
+            merged[document] = ranges
+            firsts[-1] = sum(end - begin for _, begin, end in ranges)
     order = list(range(documents))  # of numbers: a branch may come before what it branches off
     rng.shuffle(order)
     new = {old: number for number, old in enumerate(order)}
-    return Tree(
-        [lengths[old] for old in order],
-        [own[old] for old in order],
-        {new[document]: new[parent] for document, parent in parents.items()},
-    )
+    branches: dict[int, Begins] = {new[document]: new[parent] for document, parent in parents.items()}
+    for document, ranges in merged.items():
+        branches[new[document]] = [(new[of], firsts[of] + begin, firsts[of] + end) for of, begin, end in ranges]
+    own = [range(first, first + rows) for first, rows in zip(firsts, num_rows, strict=True)]
+    return Tree([own[old].stop for old in order], [own[old] for old in order], branches)
 
 
 def branched(layout: distca.Layout, seed: int) -> distca.Layout:

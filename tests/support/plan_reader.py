@@ -155,10 +155,12 @@ class ScoresEntry(NamedTuple):
     softcap: int
 
 
-class Branch(NamedTuple):
+class Shared(NamedTuple):
     document: int
-    parent: int
-    first_row: int
+    at: int
+    of: int
+    begin: int
+    end: int
 
 
 class Bidirectional(NamedTuple):
@@ -263,7 +265,7 @@ class Wait(NamedTuple):
 
 #: The tables in the order of a slice. Tables of two phases follow one another.
 TABLES: list[Any] = [
-    RankDigest, ScoresEntry, Branch, Bidirectional, GroupEntry, TaskEntry, Block, Grad, Segment, Send, Send, Receive,
+    RankDigest, ScoresEntry, Shared, Bidirectional, GroupEntry, TaskEntry, Block, Grad, Segment, Send, Send, Receive,
     Receive, Wait, Wait,
 ]  # fmt: skip
 
@@ -274,7 +276,7 @@ class Slice(NamedTuple):
     header: Header
     rank_digests: list[RankDigest]
     scores: list[ScoresEntry]
-    branches: list[Branch]
+    shared: list[Shared]
     bidirectional: list[Bidirectional]
     groups: list[GroupEntry]
     tasks: list[TaskEntry]
@@ -344,15 +346,10 @@ def own_rows(layout: distca.Layout) -> list[range]:
 
 def owners(layout: distca.Layout, document: int, begin: int, end: int) -> list[tuple[int, int]]:
     """Rows [begin, end) that a document has, each as a row (document, row) that is some document's own."""
-    own, parents = own_rows(layout), layout.branches
-    found = []
-    for row in range(begin, end):
-        owner = document
-        while row < own[owner].start:
-            owner = parents[owner]
-        assert row in own[owner]
-        found.append((owner, row))
-    return found
+    of_others = [(of, row) for of, first, last in layout.branches.get(document, ()) for row in range(first, last)]
+    rows = of_others + [(document, row) for row in own_rows(layout)[document]]
+    assert len(rows) == layout.document_lengths[document]
+    return rows[begin:end]
 
 
 def keys_of_rows(plan: distca.Plan, document: int, begin: int, end: int) -> tuple[int, int]:

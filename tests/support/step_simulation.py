@@ -66,6 +66,7 @@ class Simulation:
             ]
             for rank in self.ranks
         ]
+        self.branches = self.layout.branches
         self.tasks_of: dict[int, list[distca.Task]] = {}
         for task in plan.tasks:
             self.tasks_of.setdefault(task.document, []).append(task)
@@ -116,10 +117,10 @@ class Simulation:
             entries = [block.entry for block in tables.blocks[group.block_begin : next_block]]
             arena_blocks = {entry // 2 // 64 for entry in entries if entry % 2}
             assert bool(arena_blocks) == (group.num_arena_blocks > 0)
-            if arena_blocks:  # of a pool that groups of one tree share
+            if arena_blocks:  # of a pool that groups of documents share which have common rows
                 places, first = pools.setdefault((group.forward_k, group.forward_v), (set(), group))
                 assert (first[13:18], heads_of(first)) == (group[13:18], heads_of(group))
-                assert first == group or self.layout.branches
+                assert first == group or self.branches
                 places |= arena_blocks
             assert (group.round == -1) == (index < tables.header.num_local_groups)
         for places, group in pools.values():
@@ -421,9 +422,9 @@ class Simulation:
             document, position = self.home_rows[home][row]  # type: ignore[misc]
             seeing = {
                 (t.server, reader)
-                for reader in self._readers(document, position)
+                for reader, key in self._readers(document, position)
                 for t in self.tasks_of[reader]
-                if t.kv_begin <= position < t.kv_end and t.kv_head_begin <= head < t.kv_head_end
+                if t.kv_begin <= key < t.kv_end and t.kv_head_begin <= head < t.kv_head_end
             }
             assert sorted(self.contributors[document, position, head]) == sorted(seeing)
             # What a server computes is one contribution, unless it leaves in the dtype of the heads.
@@ -436,16 +437,20 @@ class Simulation:
                 assert self.terms[home][(name, row, head)] == expected
 
     def _owners(self, document: int, begin: int, end: int) -> list[Row]:
-        if document not in self.layout.branches:
+        if document not in self.branches:
             return [(document, row) for row in range(begin, end)]
         return owners(self.layout, document, begin, end)
 
-    def _readers(self, document: int, row: int) -> list[int]:
-        """The documents that have this row of a document's own."""
-        if not self.layout.branches:
-            return [document]
-        lengths = self.layout.document_lengths
-        return [d for d in self.tasks_of if row < lengths[d] and self._owners(d, row, row + 1) == [(document, row)]]
+    def _readers(self, document: int, row: int) -> list[Row]:
+        """The documents that have this row of a document's own, and which of their keys it is."""
+        readers = [(document, row)]
+        for reader, ranges in self.branches.items():
+            at = 0
+            for of, begin, end in ranges:
+                if of == document and begin <= row < end:
+                    readers.append((reader, at + row - begin))
+                at += end - begin
+        return [(reader, key) for reader, key in readers if reader in self.tasks_of]
 
     def _check_waits(self, phase: int) -> None:
         for rank in self.ranks:

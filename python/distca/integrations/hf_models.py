@@ -203,12 +203,12 @@ def _check_recurrent(config: PreTrainedConfig, examined: Examined, num_ranks: in
         return
     name, module = next(iter(examined.recurrent.items()))
     if layout is not None and layout.branches:
-        branch, parent = next(iter(layout.branches.items()))
+        branch, begins = next(iter(layout.branches.items()))
         refuse(
             True,
             f"the model's module {name} ({type(module).__name__}) carries a state from row to row, and document "
-            f"{branch} would have to go on from that of document {parent}, off which it branches: give each document "
-            "rows of its own",
+            f"{branch} would have to go on from that of document {begins[-1][0]}, with whose rows it begins: give each "
+            "document rows of its own",
         )
     cut = None if layout is None else cut_document(layout)
     if layout is None or cut is not None:

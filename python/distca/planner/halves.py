@@ -121,20 +121,20 @@ def halves(layout: Layout, *, window: Window = None, idle_rows: int = 0, multipl
     for name, value, least in (("idle_rows", idle_rows, 0), ("multiple_of", multiple_of, 1)):
         if not is_whole(value, least):
             raise InvalidArgumentError(f"halves: {name} = {value!r}; at least {least} is allowed")
-    own_rows, bidirectional, trees = layout._own_rows(), layout.bidirectional, layout._core.trees
-    number = {tree: i for i, tree in enumerate(sorted(set(trees)))}
+    own_rows, bidirectional, clusters = layout._own_rows(), layout.bidirectional, layout._core.clusters
+    number = {cluster: i for i, cluster in enumerate(sorted(set(clusters)))}
     tokens: list[dict[int, int]] = [defaultdict(int) for _ in number]  # of documents that share rows, by rank
     pairs = [0] * len(number)
     for rank in range(layout.num_ranks):
         for document, begin, end in layout.segments(rank):
             if document != PADDING:
-                tokens[number[trees[document]]][rank] += end - begin
+                tokens[number[clusters[document]]][rank] += end - begin
     for document, rows in enumerate(own_rows):
         more = sum((end - begin) * (end - begin - 1) // 2 for begin, end in bidirectional.get(document, ()))
         more -= _visible_pairs(rows.start, window)
-        pairs[number[trees[document]]] += _visible_pairs(rows.stop, window) + more
+        pairs[number[clusters[document]]] += _visible_pairs(rows.stop, window) + more
     dealt = _deal(pairs, tokens, layout.num_ranks)
-    second = [dealt[number[tree]] for tree in trees]
+    second = [dealt[number[cluster]] for cluster in clusters]
     first = [not one for one in second]
     return _half(layout, first, idle_rows, multiple_of), _half(layout, second, idle_rows, multiple_of)
 
@@ -161,7 +161,11 @@ def _half(layout: Layout, taken: list[bool], idle_rows: int, multiple_of: int) -
         if padding:
             of_rank.append((PADDING, 0, padding))
     bidirectional = {number[d]: ranges for d, ranges in layout.bidirectional.items() if d in number}
-    branches = {number[d]: number[parent] for d, parent in layout.branches.items() if d in number}
+    branches = {
+        number[d]: [(number[of], begin, end) for of, begin, end in ranges]
+        for d, ranges in layout.branches.items()
+        if d in number
+    }
     half = Layout(segments, branches=branches).with_bidirectional(bidirectional)
     half._longest_of_whole = layout.longest_document  # both halves then have the same RoPE frequencies
     return Half(half, documents, layout)

@@ -42,6 +42,9 @@ class Chunk:
             raise InvalidArgumentError(f"Chunk: rows = {self.rows!r}; an integer from 1 to {_MOST_ROWS} is expected")
 
 
+#: What a branch begins with: all rows of another document, or these own rows (document, begin, end) of others.
+Begins: TypeAlias = int | Sequence[tuple[int, int, int]]
+
 #: What a layer's rows see of their document: the last so many rows, a chunk of it, or all of it (None).
 Window: TypeAlias = int | Chunk | None
 
@@ -53,11 +56,14 @@ class Layout:
         ranks: for each rank its segments ``(document, begin, end)``: rows ``[begin, end)`` of a document. Documents are
             numbered from 0 without gaps and are covered exactly once. Document ``-1`` is padding of ``end - begin``
             rows.
-        branches: documents that share their first rows with another one, each with that other: ``{1: 0, 2: 0}`` for two
-            answers to one prompt. The segments of a branch begin at the first row of its own, ``r``. Its rows see rows
-            ``[0, r)`` of the other document and its own, as its mask says, as if these were one document; rows of other
-            branches they do not see. A branch may have branches: each names the document that has the row before its
-            own first one. Shared rows are computed once, and lie on a rank once.
+        branches: documents whose first rows are those of others, each with what it begins with. A document's number
+            stands for all rows that it has before this one's own: ``{1: 0, 2: 0}`` for two answers to one prompt. A
+            list of rows ``(document, begin, end)``, own ones of any other documents, stands for these in this order:
+            ``{2: [(0, 0, 100), (1, 0, 50)]}`` for a question to two passages that do not see each other. The segments
+            of a branch begin at the first row of its own, ``r``: what it begins with are rows ``[0, r)``. Its rows see
+            these and its own, as its mask says, as if they were one document. Rows of other branches they do not see. A
+            branch may have branches: each names the document that has the row before its own first one. Shared rows
+            are computed once, and lie on a rank once.
 
     Raises:
         InvalidArgumentError: a document is not covered exactly once, or a number is wrong. The message names the
@@ -67,12 +73,14 @@ class Layout:
         >>> layout = distca.Layout([[(0, 0, 4), (1, 4, 6), (2, 4, 7)]], branches={1: 0, 2: 0})
         >>> layout.position_ids(0)
         tensor([0, 1, 2, 3, 4, 5, 4, 5, 6])
+        >>> distca.Layout([[(0, 0, 3), (1, 0, 2)], [(2, 5, 7)]], branches={2: [(0, 0, 3), (1, 0, 2)]}).branches
+        {2: [(0, 0, 3), (1, 0, 2)]}
     """
 
     _longest_of_whole: int | None = None  # set if this is a half of a layout
 
     def __init__(
-        self, ranks: Sequence[Sequence[tuple[int, int, int]]], *, branches: Mapping[int, int] | None = None
+        self, ranks: Sequence[Sequence[tuple[int, int, int]]], *, branches: Mapping[int, Begins] | None = None
     ) -> None:
         ranks = [
             [tuple(listed("layout", "a segment", segment, "(document, begin, end)")) for segment in of_rank]
@@ -82,7 +90,7 @@ class Layout:
             raise _bad_segment(ranks)
         try:
             segments = [[(index(d), index(b), index(e)) for d, b, e in of_rank] for of_rank in ranks]
-            self._core = _C.Layout(segments, checked_branches("layout", {} if branches is None else branches))
+            self._core = _core(segments, checked_branches("layout", {} if branches is None else branches))
         except TypeError:
             raise _bad_segment(ranks) from None
 
@@ -92,12 +100,13 @@ class Layout:
         return {
             "segments": segments,
             "longest_of_whole": self._longest_of_whole,
-            "branches": self._core.branches,
+            "shared": self._core.shared,
             "bidirectional": self._core.bidirectional,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._core = _C.Layout(state["segments"], state.get("branches", []))  # pickles of earlier versions lack these
+        # Pickles of earlier versions have pairs of branches, or lack these.
+        self._core = _C.Layout(state["segments"], state.get("branches", []), state.get("shared", []))
         if rows := state.get("bidirectional"):
             self._core = self._core.with_bidirectional(rows)
         if state["longest_of_whole"] is not None:
@@ -333,7 +342,7 @@ class Layout:
             >>> layout.segments(0), layout.segments(1)
             ([(0, 0, 5), (2, 0, 2), (3, 2, 4), (4, 4, 5)], [(1, 0, 2), (5, 0, 2)])
             >>> layout.branches
-            {3: 0, 4: 0}
+            {3: [(0, 0, 2)], 4: [(0, 0, 4)]}
         """
         if not is_whole(rows, 1):
             raise InvalidArgumentError(f"layout: blocks of {rows!r} rows; a positive integer is expected")
@@ -388,11 +397,18 @@ class Layout:
                         f"{rows} rows; rows that see each other are expected in one"
                     )
                 bidirectional.setdefault(first[document] + chunk, []).append((begin - start, end - start))
-        branches = {}
-        for document, parent in self.branches.items():
-            if begin := own[document].start % rows:  # else its first chunk shares no row
-                chunk = own[document].start // rows
-                branches[first[document] + chunk] = first[parent] + chunk
+        branches: dict[int, list[tuple[int, int, int]]] = {}
+        for document, begins in self.branches.items():
+            chunk = own[document].start // rows  # of all its chunks the first one alone may share rows
+            at, shared = 0, branches.setdefault(first[document] + chunk, [])
+            for of, begin, end in begins:
+                shift, at = at - begin, at + end - begin
+                begin = max(begin, chunk * rows - shift)
+                while begin < end:
+                    in_chunk, take = begin % rows, min(end - begin, rows - begin % rows)
+                    shared.append((first[of] + begin // rows, in_chunk, in_chunk + take))
+                    begin += take
+        branches = {document: shared for document, shared in branches.items() if shared}
         return Layout(cut, branches=branches).with_bidirectional(bidirectional)
 
     def _own_rows(self) -> list[range]:
@@ -400,9 +416,12 @@ class Layout:
         return [range(*rows) for rows in zip(self._core.first_rows, self._core.document_lengths, strict=True)]
 
     @property
-    def branches(self) -> dict[int, int]:
-        """The documents that share their first rows with another one, each with that other."""
-        return dict(self._core.branches)
+    def branches(self) -> dict[int, list[tuple[int, int, int]]]:
+        """For each document whose first rows are those of others, these rows: own rows ``(document, begin, end)``."""
+        found: dict[int, list[tuple[int, int, int]]] = {}
+        for document, of, begin, end in self._core.shared:
+            found.setdefault(document, []).append((of, begin, end))
+        return found
 
     @property
     def bidirectional(self) -> dict[int, list[tuple[int, int]]]:
@@ -451,16 +470,38 @@ class Layout:
         return f"Layout({self.num_ranks} ranks, {len(self.document_lengths)} documents{branches}, rows {rows}{besides})"
 
 
-def checked_branches(name: str, branches: Any) -> list[tuple[int, int]]:
-    """The branches as pairs. Raises InvalidArgumentError, whose text begins with the name, if they are no mapping of
-    numbers.
+def checked_branches(name: str, branches: Any) -> list[tuple[int, int, int, int]]:
+    """The branches as rows (document, of, begin, end), with begin and end -1 where all rows of another one are meant.
+    Raises InvalidArgumentError, whose text begins with the name, if they are no mapping of numbers.
     """
-    if not isinstance(branches, Mapping) or not all(is_whole(n, 0) for pair in branches.items() for n in pair):
-        raise InvalidArgumentError(
-            f"{name}: branches = {branches!r}; a mapping of documents to those that they branch off, such as "
-            "{1: 0, 2: 0}, is expected"
-        )
-    return [(index(document), index(parent)) for document, parent in branches.items()]
+    found = []
+    given: list[tuple[Any, Any]] = list(branches.items()) if isinstance(branches, Mapping) else [(None, branches)]
+    for document, begins in given:
+        is_other = is_whole(begins, 0)
+        ranges = [(begins, -1, -1)] if is_other else begins
+        if not is_whole(document, 0) or not (is_other or _are_rows(ranges)):
+            raise InvalidArgumentError(
+                f"{name}: branches = {branches!r}; a mapping of documents to what they begin with is expected: to "
+                "another document, as in {1: 0, 2: 0}, or to rows of others, as in {2: [(0, 0, 100), (1, 0, 50)]}"
+            )
+        found += [(index(document), index(of), index(begin), index(end)) for of, begin, end in ranges]
+    return found
+
+
+def _are_rows(ranges: Any) -> bool:
+    """Whether these are rows (document, begin, end), at least one range of them."""
+    return (
+        isinstance(ranges, Sequence)
+        and len(ranges) > 0
+        and all(isinstance(one, Sequence) and len(one) == 3 and all(is_whole(n, 0) for n in one) for one in ranges)
+    )
+
+
+def _core(segments: list[list[tuple[int, int, int]]], branches: list[tuple[int, int, int, int]]) -> _C.Layout:
+    """The layout with these branches, as `checked_branches` gives them."""
+    return _C.Layout(
+        segments, [(d, of) for d, of, begin, _ in branches if begin < 0], [b for b in branches if b[2] >= 0]
+    )
 
 
 def _lists_of_ranks(value: Any, what: str) -> list[list[Any]]:

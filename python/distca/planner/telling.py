@@ -9,7 +9,7 @@ from typing import Any
 
 from distca.arguments import is_whole, listed
 from distca.errors import InvalidArgumentError
-from distca.planner.layout import PADDING, Layout, checked_branches
+from distca.planner.layout import PADDING, Begins, Layout, checked_branches
 
 #: The largest number that a rank can tell.
 _MOST = 2**63 - 1
@@ -24,7 +24,7 @@ Lengths = Callable[[Any], Sequence[int]]
 Segments = Callable[[Any], Sequence[tuple[int, int, int]]]
 
 #: The branches of a batch, as `Layout` takes them; None if no batch has any.
-Branches = Callable[[Any], Mapping[int, int]] | None
+Branches = Callable[[Any], Mapping[int, Begins]] | None
 
 #: The bidirectional rows ``(document, begin, end)`` of a batch; None if no batch has any.
 Bidirectional = Callable[[Any], Sequence[tuple[int, int, int]]] | None
@@ -135,7 +135,7 @@ class TellsSegments(Telling):
         words: list[int] = []
         if self._branches is not None:
             branches = checked_branches(self._name, self._branches(batch))
-            words = [len(branches), *(n for pair in branches for n in pair)]
+            words = [len(branches), *(n for one in branches for n in one)]
         for given in listed(self._name, "segments", self._segments(batch), "a list of (document, begin, end)"):
             segment = listed(self._name, "a segment", given, "(document, begin, end)")
             if len(segment) != 3 or not all(is_whole(n, PADDING) for n in segment) or not 0 <= segment[1] < segment[2]:
@@ -156,21 +156,23 @@ class TellsSegments(Telling):
             [(numbers[document], begin, end) for document, begin, end in of_rank] + _padding(rows)
             for of_rank, rows in zip(ranks, idle_rows, strict=True)
         ]
-        branches: dict[int, int] = {}
-        for rank, (pairs, _) in enumerate(split):
-            for document, parent in pairs:
-                if document not in numbers or parent not in numbers:
-                    raise InvalidArgumentError(
-                        f"{self._name}: rank {rank} tells that document {document} branches off document {parent}; the "
-                        f"ranks have rows of {documents}"
-                    )
-                if branches.setdefault(numbers[document], numbers[parent]) != numbers[parent]:
-                    raise InvalidArgumentError(
-                        f"{self._name}: rank {rank} tells that document {document} branches off document {parent}, a "
-                        f"rank before it off document {documents[branches[numbers[document]]]}"
-                    )
+        branches: dict[int, Begins] = {}
+        for rank, (told_branches, _) in enumerate(split):
+            for document, begins in told_branches.items():
+                tells = f"{self._name}: rank {rank} tells that document {document} {_begins_with(begins)}"
+                of_others = [begins] if isinstance(begins, int) else [of for of, _, _ in begins]
+                if not {document, *of_others} <= set(documents):
+                    raise InvalidArgumentError(f"{tells}; the ranks have rows of {documents}")
+                if branches.setdefault(document, begins) != begins:
+                    raise InvalidArgumentError(f"{tells}; a rank before it: {_begins_with(branches[document])}")
+        numbered = {
+            numbers[document]: numbers[begins]
+            if isinstance(begins, int)
+            else [(numbers[of], begin, end) for of, begin, end in begins]
+            for document, begins in branches.items()
+        }
         try:
-            return Layout(segments, branches=branches)
+            return Layout(segments, branches=numbered)
         except InvalidArgumentError as error:
             called = "" if documents == [*range(len(documents))] else f"; in order, documents are called {documents}"
             raise InvalidArgumentError(f"{self._name}: the segments of the ranks: {error}{called}") from None
@@ -178,7 +180,7 @@ class TellsSegments(Telling):
     def say(self, words: Sequence[int]) -> str:
         """The segments."""
         branches, segments = self._split(words)
-        return f"segments {segments}" + (f", branches {dict(branches)}" if branches else "")
+        return f"segments {segments}" + (f", branches {branches}" if branches else "")
 
     def numbers(self, told: Sequence[Sequence[int]]) -> list[dict[int, int]]:
         """All ranks call a document alike, and may speak of each."""
@@ -188,11 +190,22 @@ class TellsSegments(Telling):
         """What the ranks call their documents, in order."""
         return sorted({document for words in told for document, _, _ in self._split(words)[1]} - {PADDING})
 
-    def _split(self, words: Sequence[int]) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
+    def _split(self, words: Sequence[int]) -> tuple[dict[int, Begins], list[tuple[int, int, int]]]:
         """The branches, and the segments."""
-        first = 1 + 2 * words[0] if self._branches is not None and words else 0
-        branches = [(words[i], words[i + 1]) for i in range(1, first, 2)]
+        first = 1 + 4 * words[0] if self._branches is not None and words else 0
+        branches: dict[int, Begins] = {}
+        ranges: dict[int, list[tuple[int, int, int]]] = {}
+        for document, of, begin, end in (words[i : i + 4] for i in range(1, first, 4)):
+            if begin < 0:
+                branches[document] = of
+            else:
+                branches[document] = ranges.setdefault(document, [])
+                ranges[document].append((of, begin, end))
         return branches, [(words[i], words[i + 1], words[i + 2]) for i in range(first, len(words), 3)]
+
+
+def _begins_with(begins: Begins) -> str:
+    return f"branches off document {begins}" if isinstance(begins, int) else f"begins with {list(begins)}"
 
 
 class TellsBidirectional(Telling):

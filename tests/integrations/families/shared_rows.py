@@ -20,7 +20,7 @@ from .verdict import LOSS, NORM
 OWN = [range(0, 40), range(40, 64), range(25, 50), range(55, 60), range(0, 7)]
 TREE = Tree([rows.stop for rows in OWN], OWN, {1: 0, 2: 0, 3: 1})
 SEGMENTS = [[(0, 0, 30), (2, 25, 50)], [(0, 30, 40), (1, 40, 64), (3, 55, 60), (4, 0, 7)]]
-LAYOUT = distca.Layout(SEGMENTS, branches=TREE.parents)
+LAYOUT = distca.Layout(SEGMENTS, branches=TREE.branches)
 
 
 def rows_of(seed: int) -> list[torch.Tensor]:

@@ -32,7 +32,8 @@ class Case:
         has_dlse: whether lse has a gradient.
         spread: the standard deviation of q. Scores vary as much, if the scale is the default one.
         bidirectional: documents and the ranges of their rows that see each other, as in `Layout.with_bidirectional`.
-        branches: documents and the one with all of whose rows each begins, as in `Layout`.
+        branches: documents and the rows of others, (document, begin, end), that each begins with, as in `Layout`; but
+            rows are counted from the first own one of theirs.
         retain_bytes, reduce_dtype: as in `distca.plan`; they count where ranks exchange rows.
     """
 
@@ -47,7 +48,7 @@ class Case:
     has_dlse: bool = False
     spread: float = 1.0
     bidirectional: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
-    branches: tuple[tuple[int, int], ...] = ()
+    branches: tuple[tuple[int, tuple[tuple[int, int, int], ...]], ...] = ()
     retain_bytes: int = 0
     reduce_dtype: torch.dtype = torch.float32
 
@@ -58,16 +59,16 @@ class Case:
 
     def first_row(self, document: int) -> int:
         """The first row that is the document's own."""
-        parent = dict(self.branches).get(document)
-        return 0 if parent is None else self.first_row(parent) + self.lengths[parent]
+        return sum(end - begin for _, begin, end in dict(self.branches).get(document, ()))
 
     def documents(self) -> Iterator[Document]:
         """The documents, with the numbers of their rows among those of the whole problem."""
+        firsts = [sum(self.lengths[:d]) for d in range(len(self.lengths))]
         for d, length in enumerate(self.lengths):
-            parent, begin = dict(self.branches).get(d), sum(self.lengths[:d])
-            shared = range(0) if parent is None else range(sum(self.lengths[:parent]), sum(self.lengths[: parent + 1]))
-            keys = torch.tensor([*shared, *range(begin, begin + length)])
-            yield Document(slice(begin, begin + length), keys, self._visible(d, len(shared), length))
+            begins = dict(self.branches).get(d, ())
+            keys = [firsts[of] + row for of, begin, end in (*begins, (d, 0, length)) for row in range(begin, end)]
+            rows = slice(firsts[d], firsts[d] + length)
+            yield Document(rows, torch.tensor(keys), self._visible(d, len(keys) - length, length))
 
     def _visible(self, document: int, first: int, length: int) -> torch.Tensor:
         row, key = torch.arange(first, first + length)[:, None], torch.arange(first + length)[None, :]
@@ -91,7 +92,11 @@ class Case:
             for of_rank in segments:
                 draw.shuffle(of_rank)
                 of_rank.insert(draw.randrange(len(of_rank) + 1), (PADDING, 0, draw.choice((1, 5, 64))))
-        layout = Layout(segments, branches=dict(self.branches))
+        branches = {
+            document: [(of, self.first_row(of) + begin, self.first_row(of) + end) for of, begin, end in begins]
+            for document, begins in self.branches
+        }
+        layout = Layout(segments, branches=branches)
         return layout.with_bidirectional(dict(self.bidirectional)) if self.bidirectional else layout
 
     def plan(self, ranks: int, seed: int) -> Plan:
@@ -173,6 +178,8 @@ def all_shapes(dtype: torch.dtype) -> list[Case]:
 
 def all_features(heads: Heads) -> list[Case]:
     """What plans and calls may ask for, with these heads."""
+    answers = ((3, 2), (4, 2), (7, 6), (9, 6))
+    questions = ((4, ((2, 0, 300), (1, 5, 127))), (7, ((1, 0, 70), (6, 100, 513), (2, 128, 192))), (9, ((4, 0, 129),)))
     images = ((2, ((10, 100), (150, 151), (200, 300))), (4, ((0, 129),)), (6, ((0, 70), (70, 300))))
     return [
         Case("documents", heads),
@@ -180,7 +187,8 @@ def all_features(heads: Heads) -> list[Case]:
         Case("full mask", heads, mask="full"),
         Case("rows that see each other", heads, bidirectional=images),
         Case("the same, with a window", heads, window=90, bidirectional=images),
-        Case("shared prompts", heads, branches=((3, 2), (4, 2), (7, 6), (9, 6))),
+        Case("shared prompts", heads, branches=tuple((d, ((of, 0, LENGTHS[of]),)) for d, of in answers)),
+        Case("passages", heads, branches=questions),
         Case("softcap", heads, softcap=3.0),
         Case("sinks", heads, has_sinks=True),
         Case("gradient of lse", heads, has_dlse=True),
@@ -193,6 +201,6 @@ def all_features(heads: Heads) -> list[Case]:
 def between_ranks(heads: Heads) -> list[Case]:
     """What plans may ask of ranks that exchange rows."""
     found = {case.name: case for case in all_features(heads)}
-    names = ("documents", "window", "rows that see each other", "shared prompts", "all together")
+    names = ("documents", "window", "rows that see each other", "shared prompts", "all together", "passages")
     retained = Case("retained keys", heads, retain_bytes=1 << 30)
     return [*(found[name] for name in names), retained, Case("sums in their dtype", heads, reduce_dtype=heads.dtype)]

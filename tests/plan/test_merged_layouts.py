@@ -1,0 +1,155 @@
+"""`Layout(branches=)` with lists of rows: documents that begin with rows of several others."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+
+import distca
+from distca.planner.telling import telling
+from support.plan_reader import read_slice
+
+HEADS = distca.Heads(q=4, kv=2, dim=16)
+SEGMENTS = [[(0, 0, 6), (2, 5, 9), (-1, 0, 2)], [(1, 0, 4), (0, 6, 10), (3, 7, 12)]]
+BRANCHES = {2: [(1, 1, 4), (0, 4, 6)], 3: [(2, 5, 9), (1, 0, 3)]}
+LAYOUT = distca.Layout(SEGMENTS, branches=BRANCHES)
+
+
+def test_a_layout_says_with_which_rows_documents_begin() -> None:
+    assert LAYOUT.branches == BRANCHES
+    assert LAYOUT.document_lengths == [10, 4, 9, 12]
+    assert LAYOUT.position_ids(0).tolist() == [0, 1, 2, 3, 4, 5, 5, 6, 7, 8, 0, 0]
+    assert "4 documents (2 branches)" in repr(LAYOUT)
+
+
+def test_rows_that_follow_one_another_are_one_range_however_they_are_told() -> None:
+    segments = [[(0, 0, 6), (1, 6, 8)], [(2, 7, 9)]]
+    ways: list[dict[int, Any]] = [
+        {1: 0, 2: 1},
+        {1: [(0, 0, 2), (0, 2, 6)], 2: 1},
+        {1: [(0, 0, 6)], 2: [(0, 0, 4), (0, 4, 6), (1, 6, 7)]},
+        {1: ((0, 0, 6),), 2: [[0, 0, 6], [1, 6, 7]]},
+    ]
+    layouts = [distca.Layout(segments, branches=way) for way in ways]
+    assert all(layout.branches == {1: [(0, 0, 6)], 2: [(0, 0, 6), (1, 6, 7)]} for layout in layouts)
+    assert len({distca.plan(layout, HEADS).digest for layout in layouts}) == 1
+
+
+def test_a_branch_of_a_document_that_begins_with_rows_of_others_begins_with_them_too() -> None:
+    layout = distca.Layout([[(0, 0, 5), (1, 0, 4), (2, 7, 10), (3, 8, 9)]], branches={2: [(1, 1, 4), (0, 0, 4)], 3: 2})
+    assert layout.branches[3] == [(1, 1, 4), (0, 0, 4), (2, 7, 8)]
+
+
+def test_documents_may_begin_with_rows_of_each_other() -> None:
+    layout = distca.Layout([[(0, 2, 5)], [(1, 3, 6)]], branches={0: [(1, 4, 6)], 1: [(0, 2, 5)]})
+    assert layout.branches == {0: [(1, 4, 6)], 1: [(0, 2, 5)]}
+
+
+@pytest.mark.parametrize(
+    ("segments", "branches", "said"),
+    [
+        ([(0, 0, 4), (1, 3, 6)], {1: [(0, 0, 4)]}, "document 1 begins with 4 rows of others; its own begin at row 3"),
+        ([(0, 0, 4), (1, 0, 6)], {1: [(0, 0, 4)]}, "document 1 begins with 4 rows of others; its own begin at row 0"),
+        ([(0, 0, 4), (1, 5, 6)], {1: [(0, 0, 5)]}, r"rows \[0, 5\) of document 0, whose own are \[0, 4\)"),
+        ([(0, 0, 4), (1, 4, 6), (2, 3, 4)], {1: 0, 2: [(1, 3, 6)]}, r"rows \[3, 6\) .* whose own are \[4, 6\)"),
+        ([(0, 0, 4), (1, 2, 6)], {1: [(0, 2, 2)]}, r"rows \[2, 2\) of document 0"),
+        ([(0, 0, 4), (1, 3, 6)], {1: [(1, 3, 6)]}, "document 1 begins with its own row 3"),
+        ([(0, 2, 4), (1, 4, 6)], {0: [(1, 4, 6)], 1: 0}, "document 1 begins with its own row 4"),
+        ([(0, 0, 4), (1, 4, 6)], {1: [(0, 0, 2), (0, 1, 3)]}, "document 1 begins with row 1 of document 0 twice"),
+        ([(0, 0, 4), (1, 2, 6)], {1: [(2, 0, 2)]}, "document 1 begins with rows of document 2; 0 to 1 are allowed"),
+        ([(0, 0, 4), (1, 2, 6)], {1: [(0, 0, 2)], 2: [(0, 0, 2)]}, "document 2 begins with rows of document 0; 0 to 1"),
+        ([(0, 0, 4), (1, 2, 6)], {1: []}, "branches = .* a mapping of documents to what they begin with"),
+        ([(0, 0, 4), (1, 2, 6)], {1: [(0, 2)]}, "branches = .* to rows of others, as in"),
+        ([(0, 0, 4), (1, 2, 6)], {1: [(0, 0, -1)]}, "branches = "),
+        ([(0, 0, 4), (1, 2, 6)], {1: [(0, 0.0, 2)]}, "branches = "),
+        ([(0, 0, 4), (1, 2, 6)], {1: "0"}, "branches = "),
+        ([(0, 0, 4), (1, 2, 6)], {-1: [(0, 0, 2)]}, "branches = "),
+    ],
+)
+def test_rows_that_a_document_cannot_begin_with_are_refused(segments: Any, branches: Any, said: str) -> None:
+    with pytest.raises(distca.InvalidArgumentError, match=said):
+        distca.Layout([segments], branches=branches)
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda of: pickle.loads(pickle.dumps(of))])
+def test_copies_begin_with_the_same_rows(way: Any) -> None:
+    assert way(LAYOUT).branches == BRANCHES
+    assert way(distca.plan(LAYOUT, HEADS)).for_rank(1).digest == distca.plan(LAYOUT, HEADS).digest
+
+
+def test_joined_layouts_begin_with_rows_of_their_own_documents() -> None:
+    whole = distca.Layout.join([(distca.Layout.from_documents([[3]]), [1]), (LAYOUT, [2, 0])], num_ranks=3)
+    assert whole.branches == {3: [(2, 1, 4), (1, 4, 6)], 4: [(3, 5, 9), (2, 0, 3)]}
+
+
+def test_a_chunk_begins_with_the_rows_of_others_that_are_its_own() -> None:
+    """Document 2 has rows 1 to 4 of document 1 and then rows 3 to 9 of document 0; its own begin at row 9."""
+    layout = distca.Layout([[(0, 0, 10), (1, 0, 4), (2, 9, 13)]], branches={2: [(1, 1, 4), (0, 3, 9)]}).chunked(4)
+    # Chunks of document 0 are 0 to 2, that of document 1 is 3, those of document 2 that have own rows 4 and 5.
+    assert [s for s in layout.segments(0) if s[0] > 3] == [(4, 1, 4), (5, 0, 1)]
+    assert layout.branches == {4: [(2, 0, 1)]}
+    wide = distca.Layout([[(0, 0, 10), (1, 0, 4), (2, 9, 13)]], branches={2: [(1, 1, 4), (0, 3, 9)]}).chunked(100)
+    assert wide.branches == {2: [(1, 1, 4), (0, 3, 9)]}
+    across = distca.Layout([[(0, 0, 10), (1, 6, 8)]], branches={1: [(0, 2, 8)]}).chunked(5)
+    assert across.branches == {2: [(1, 2, 3)]}
+    both = distca.Layout([[(0, 0, 10), (1, 3, 8)]], branches={1: [(0, 3, 6)]}).chunked(5)
+    assert both.branches == {2: [(0, 3, 5), (1, 0, 1)]}
+
+
+def test_ranks_tell_rows_that_documents_begin_with_by_their_own_numbers() -> None:
+    tells = telling("PlanAhead", None, None, lambda b: b["segments"], None, lambda b: b["branches"])
+    begins = {20: [(70, 2, 6), (50, 0, 1)]}
+    batches = [{"segments": [(70, 0, 6), (20, 5, 9)], "branches": begins},
+               {"segments": [(70, 6, 10), (50, 0, 4), (60, 10, 11)], "branches": {60: 70, **begins}}]  # fmt: skip
+    layout = tells.layout([tells.words(batch) for batch in batches], [0, 0])
+    assert layout.branches == {0: [(3, 2, 6), (1, 0, 1)], 2: [(3, 0, 10)]}
+    assert "branches {20: [(70, 2, 6), (50, 0, 1)]}" in tells.say(tells.words(batches[0]))
+    others: list[tuple[Any, str]] = [
+        ({20: [(70, 2, 6), (50, 1, 2)]}, r"tells that document 20 begins with \[\(70, 2, 6\), \(50, 1, 2\)\]; a"),
+        ({20: 70}, r"document 20 branches off document 70; a rank before it: begins with \[\(70, 2, 6\), \(50"),
+        ({60: [(71, 0, 2)]}, r"document 60 begins with \[\(71, 0, 2\)\]; the ranks have rows of \[20, 50, 60, 70\]"),
+    ]
+    for branches, said in others:
+        told = [tells.words(batches[0]), tells.words({**batches[1], "branches": branches})]
+        with pytest.raises(distca.InvalidArgumentError, match=said):
+            tells.layout(told, [0, 0])
+
+
+def test_rows_come_from_where_they_are() -> None:
+    """A question on rank 1 to a part of a passage on rank 0 and to one that rank 1 has."""
+    heads = distca.Heads(2, 1, 8, 16)
+    layout = distca.Layout([[(0, 0, 10)], [(1, 0, 7), (2, 11, 14)]], branches={2: [(1, 0, 7), (0, 3, 7)]})
+    plan = distca.plan(layout, heads, balance=False)
+    assert plan.stats.load == [2 * 55, 2 * (28 + 12 + 13 + 14)]
+    keys = 4 * (8 + 16) * 4
+    assert plan.stats.bytes == {"forward_in": keys, "forward_out": 0, "backward_in": keys, "backward_out": keys}
+    assert {(t.document, t.begin, t.end) for t in plan.transfers} == {(0, 3, 7)}
+
+
+def test_blocks_of_the_same_rows_are_in_an_arena_once_whatever_their_order() -> None:
+    """Two questions on rank 1 to two passages on rank 0: one has them in the other order, which moves their blocks."""
+    segments = [[(0, 0, 64), (1, 0, 128)], [(2, 192, 200), (3, 192, 200), (4, 150, 160)]]
+    begins = {2: [(0, 0, 64), (1, 0, 128)], 3: [(1, 0, 128), (0, 0, 64)]}
+    shifted = [(0, 0, 20), (1, 0, 128), (0, 20, 22)]  # no block has the rows of another one
+    plan = distca.plan(distca.Layout(segments, branches={**begins, 4: shifted}), HEADS, balance=False)
+    groups = read_slice(plan.for_rank(1).tensor.tolist()).groups
+    assert [group.document for group in groups] == [2, 3, 4] and len({group.forward_k for group in groups}) == 1
+    assert groups[0].num_arena_blocks == 3 + 0 + 3
+    key = (16 + 16) * 2 * 4
+    assert plan.stats.bytes["forward_in"] == key * (192 + 150)
+
+
+def test_a_server_that_has_rows_of_passages_gets_questions_to_them() -> None:
+    """All rows of eight questions to one pair of passages move; the passages' keys travel to one server of them."""
+    passages = [(0, 0, 4096), (1, 0, 4096)]
+    questions = [(d, 8192, 8704) for d in range(2, 10)]
+    begins = {d: [(d % 2, 0, 4096), (1 - d % 2, 0, 4096)] for d in range(2, 10)}
+    layout = distca.Layout([passages + questions, [], [], []], branches=begins)
+    plan = distca.plan(layout, distca.Heads(8, 8, 64), tolerance=0.1)
+    keys = [t for t in plan.transfers if t.tensor == "k" and t.message == "forward_in" and t.document < 2]
+    assert max(plan.stats.load) <= 1.11 * sum(plan.stats.load) / 4
+    # Two servers with all heads of four questions each would get the passages twice: 2 * 8192 rows.
+    assert sum((t.end - t.begin) * (t.kv_head_end - t.kv_head_begin) for t in keys) <= 3.5 * 8192 * 8
