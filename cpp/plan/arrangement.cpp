@@ -11,6 +11,29 @@
 namespace distca::plan {
 namespace {
 
+/// Rows of keys: of each document and first head, disjoint ranges.
+class KeyRows {
+ public:
+  using Owner = std::pair<int64_t, int64_t>;
+
+  /// Adds rows [begin, end). Returns how many of them are new.
+  int64_t add(const Owner& owner, int64_t begin, int64_t end) {
+    int64_t added = end - begin, first = begin, last = end;
+    auto& ranges = ranges_[owner];
+    auto range = ranges.upper_bound(begin);
+    for (; range != ranges.end() && range->second < end; range = ranges.erase(range)) {
+      added -= std::min(end, range->first) - std::max(begin, range->second);
+      first = std::min(first, range->second);
+      last = std::max(last, range->first);
+    }
+    ranges[last] = first;
+    return added;
+  }
+
+ private:
+  std::map<Owner, std::map<int64_t, int64_t>> ranges_;  // the beginning of each range by its end
+};
+
 /// Makes an arrangement. It is the planning part of the in-place buffer manager: it gives every extent of the arenas
 /// its offset.
 class Arranger {
@@ -130,11 +153,10 @@ class Arranger {
     int64_t bytes = 0, cost = 0;
     size_t group = 0;
   };
-  Weight weight_of(const Group& g, size_t index, bool brings_shared) const {
+  Weight weight_of(const Group& g, size_t index, int64_t key_bytes) const {
     const Document document = options_.document(layout_, g.document);
     const int64_t query = format(Phase::kForward, Direction::kIn, TensorKind::kQ, g.num_kv_heads()).wire_bytes();
-    Weight weight = {.bytes = key_bytes_of_others(g, brings_shared ? 0 : layout_.first_row(g.document)),
-                     .group = index};
+    Weight weight = {.bytes = key_bytes, .group = index};
     for (const Task& t : tasks_.subspan(g.task_begin, g.task_end - g.task_begin)) {
       if (t.home != g.server) weight.bytes += t.num_rows() * query;
       weight.cost += options_.cost.cost(document, t.q_begin, t.q_end) * g.num_kv_heads();
@@ -150,12 +172,9 @@ class Arranger {
     std::vector<Weight> by_bytes;
     int64_t bytes = 0;
     __int128 cost = 0;
-    pools_.clear();
+    KeyRows brought;
     for (const Group& g : waiting) {
-      // Of the groups that share keys, one brings them.
-      const bool brings_shared =
-          !shares_keys(g) || pools_.try_emplace({layout_.cluster(g.document), g.kv_head_begin}, 0).second;
-      by_bytes.push_back(weight_of(g, by_bytes.size(), brings_shared));
+      by_bytes.push_back(weight_of(g, by_bytes.size(), key_bytes_of_others(g, shares_keys(g) ? &brought : nullptr)));
       bytes += by_bytes.back().bytes;
       cost += by_bytes.back().cost;
     }
@@ -258,15 +277,19 @@ class Arranger {
     return std::ssize(a_.pools) - 1;
   }
 
-  /// Bytes of the group's keys and values from a row on that lie on other ranks, in a phase.
-  int64_t key_bytes_of_others(const Group& g, int64_t first_row) const {
-    int64_t bytes = 0;
+  /// Bytes of the group's keys and values that lie on other ranks, in a phase. Those that `known` has do not count, and
+  /// it has them all afterwards.
+  int64_t key_bytes_of_others(const Group& g, KeyRows* known = nullptr) const {
+    int64_t num_rows = 0, bytes = 0;
     for (const Placement& p : layout_.key_placements(g.document)) {
-      const int64_t rows = std::min(p.end, g.kv_end) - std::max({p.begin, g.kv_begin, first_row});
-      if (p.rank == g.server || rows <= 0) continue;
-      for (TensorKind kind : {TensorKind::kK, TensorKind::kV})
-        bytes += rows * format(Phase::kBackward, Direction::kIn, kind, g.num_kv_heads()).wire_bytes();
+      const Placement rows = p.within(g.kv_begin, g.kv_end);
+      if (rows.rank == g.server || rows.begin >= rows.end) continue;
+      num_rows += known == nullptr
+                      ? rows.end - rows.begin
+                      : known->add({rows.document, g.kv_head_begin}, rows.begin - rows.shift, rows.end - rows.shift);
     }
+    for (TensorKind kind : {TensorKind::kK, TensorKind::kV})
+      bytes += num_rows * format(Phase::kBackward, Direction::kIn, kind, g.num_kv_heads()).wire_bytes();
     return bytes;
   }
 
@@ -278,7 +301,7 @@ class Arranger {
     // the order of tasks decides, because rounds must not decide what is kept.
     std::vector<std::tuple<int64_t, size_t, uint32_t>> by_bytes;
     for (uint32_t i : a_.groups_of_server[server])
-      if (const int64_t bytes = key_bytes_of_others(a_.groups[i], 0); bytes > 0)
+      if (const int64_t bytes = key_bytes_of_others(a_.groups[i]); bytes > 0)
         by_bytes.emplace_back(-bytes, a_.groups[i].task_begin, i);
     std::sort(by_bytes.begin(), by_bytes.end());
     for (const auto& [minus_saved, first_task, i] : by_bytes) {

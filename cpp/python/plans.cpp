@@ -125,11 +125,25 @@ py::dict stats_of(const plan::Plan& p) {
   return d;
 }
 
-void validate_words(const py::buffer& words) {
-  const py::buffer_info info = words.request();
+/// The words of a slice, validated.
+std::span<const int64_t> validated(const py::buffer_info& info) {
   require<PlanFormatError>(info.itemsize == 8 && info.ndim == 1 && info.strides[0] == 8,
                            "plan tensor: a contiguous buffer of 64-bit words is expected");
-  plan::validate({static_cast<const int64_t*>(info.ptr), static_cast<size_t>(info.size)});
+  const std::span words(static_cast<const int64_t*>(info.ptr), static_cast<size_t>(info.size));
+  plan::validate(words);
+  return words;
+}
+
+/// The visible pairs of rows and keys of a slice's tasks, in all query heads.
+int64_t computed_pairs(const py::buffer& words) {
+  const py::buffer_info info = words.request();
+  const plan::SliceView slice(validated(info));
+  int64_t pairs = 0;
+  for (const plan::TaskRow& t : slice.tasks()) {
+    const plan::GroupRow& g = slice.groups()[static_cast<size_t>(t.group)];
+    pairs += plan::visible_pairs({g.kv_end, slice.mask_of(g)}, t.q_begin, t.q_end) * (g.kv_head_end - g.kv_head_begin);
+  }
+  return pairs * slice.heads().group_heads();
 }
 
 void bind_layout(py::module_& m) {
@@ -280,8 +294,11 @@ void bind_plans(py::module_& m) {
   m.attr("EXTENT_ALIGNMENT") = plan::kExtentAlignment;
   bind_layout(m);
   bind_plan(m);
-  m.def("validate_plan", &validate_words, py::arg("words"),
-        "Throws PlanFormatError unless the words are a whole, unaltered slice of a plan.");
+  m.def(
+      "validate_plan", [](const py::buffer& words) { validated(words.request()); }, py::arg("words"),
+      "Throws PlanFormatError unless the words are a whole, unaltered slice of a plan.");
+  m.def("computed_pairs", &computed_pairs, py::arg("words"),
+        "Pairs of a row and a key that a slice's rank computes, in all query heads. Throws as validate_plan does.");
 }
 
 }  // namespace distca::python

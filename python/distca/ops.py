@@ -12,6 +12,7 @@ from distca.arguments import check_flag, is_whole
 from distca.caller import Caller, is_deterministic
 from distca.context import Context, collective
 from distca.errors import InvalidArgumentError, refusals_told, typed_errors
+from distca.flops import register_formulas
 from distca.inputs import (
     as_autocast,
     as_numbers,
@@ -362,3 +363,4 @@ for _name in ("sink_gradient", "sink_gradient_by_aten"):
 _register("core_attention", "core_attention_all", backward="core_attention_backward", collective=True)
 _register("attention", "attention_all", backward="attention_backward", collective=False)
 _register("attention_by_flash", backward="attention_by_flash_backward", collective=False)
+register_formulas()

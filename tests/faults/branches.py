@@ -372,7 +372,7 @@ FAULTS = [
     Fault(
         "branches: halves count the attention of shared rows for each branch",
         "python/distca/planner/halves.py",
-        "more -= _visible_pairs(rows.start, window)",
+        "more -= visible_pairs(rows.start, window)",
         "more -= 0",
         (LAYOUT,),
     ),

@@ -10,6 +10,27 @@ SPARSE = "tests/pipeline/test_sparse_batches.py"
 
 FAULTS = [
     Fault(
+        "flops: hidden keys count",
+        "cpp/python/plans.cpp",
+        "plan::visible_pairs({g.kv_end, slice.mask_of(g)}, t.q_begin, t.q_end) *",
+        "(t.kv_end - t.kv_begin) * (t.q_end - t.q_begin) *",
+        ("tests/operators/test_flops.py",),
+    ),
+    Fault(
+        "flops: backward has four products",
+        "python/distca/flops.py",
+        "return 2 * pairs * (3 * dim + 2 * value_dim)",
+        "return 2 * pairs * (2 * dim + 2 * value_dim)",
+        ("tests/operators/test_flops.py",),
+    ),
+    Fault(
+        "flops: rows before a task's own count",
+        "python/distca/flops.py",
+        "visible_pairs(keys, window) - visible_pairs(keys - rows, window)",
+        "visible_pairs(keys, window)",
+        ("tests/operators/test_flops.py",),
+    ),
+    Fault(
         "a scale that is a tensor is read again in backward",
         "python/distca/inputs.py",
         'a number is expected")\n    return float(value)',

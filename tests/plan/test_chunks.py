@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import distca
 from distca import Chunk
-from distca.planner.halves import _visible_pairs
+from distca.planner.halves import visible_pairs
 from support.batches import LAYOUTS, examples, gather, random_batch
 from support.groups import loopback_group, on_all_ranks, run_step
 from support.oracle import oracle
@@ -89,7 +89,7 @@ def test_a_model_with_chunks_has_plans_of_one_layout() -> None:
 
 def test_halves_count_attention_in_chunks() -> None:
     for length, size in ((1, 1), (7, 3), (9, 3), (20, 64), (65, 64)):
-        assert _visible_pairs(length, Chunk(size)) == sum(row % size + 1 for row in range(length))
+        assert visible_pairs(length, Chunk(size)) == sum(row % size + 1 for row in range(length))
 
 
 @pytest.mark.parametrize("rows", [0, -1, 2.0, "8", None, True])

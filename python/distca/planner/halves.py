@@ -131,18 +131,19 @@ def halves(layout: Layout, *, window: Window = None, idle_rows: int = 0, multipl
                 tokens[number[clusters[document]]][rank] += end - begin
     for document, rows in enumerate(own_rows):
         more = sum((end - begin) * (end - begin - 1) // 2 for begin, end in bidirectional.get(document, ()))
-        more -= _visible_pairs(rows.start, window)
-        pairs[number[clusters[document]]] += _visible_pairs(rows.stop, window) + more
+        more -= visible_pairs(rows.start, window)
+        pairs[number[clusters[document]]] += visible_pairs(rows.stop, window) + more
     dealt = _deal(pairs, tokens, layout.num_ranks)
     second = [dealt[number[cluster]] for cluster in clusters]
     first = [not one for one in second]
     return _half(layout, first, idle_rows, multiple_of), _half(layout, second, idle_rows, multiple_of)
 
 
-def _visible_pairs(length: int, window: Window) -> int:
+def visible_pairs(length: int, window: Window) -> int:
+    """Pairs of a row and a key of a document that its rows see under the causal mask."""
     if isinstance(window, Chunk):
         chunks, rest = divmod(length, window.rows)
-        return chunks * _visible_pairs(window.rows, None) + _visible_pairs(rest, None)
+        return chunks * visible_pairs(window.rows, None) + visible_pairs(rest, None)
     seen = min(length, window or length)
     return seen * (seen + 1) // 2 + (length - seen) * seen
 
