@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <tuple>
+#include <unordered_map>
 #include <utility>
 
 #include "common/align.h"
@@ -243,13 +244,11 @@ class Arranger {
       const int64_t first_row = b * block_rows_, end_row = first_row + block_rows_;
       int64_t place = num_blocks;
       if (first_row >= g.kv_begin && end_row <= g.kv_end) {  // it has all of its rows: others may have the same ones
-        auto& [pool, rows] = rows_of_block_;
-        pool = g.pool;
-        rows.clear();
+        rows_of_block_.assign({g.pool});
         while (of_rows->end <= first_row) ++of_rows;
         for (auto p = of_rows; p != of_document.end() && p->begin < end_row; ++p) {
           const int64_t row = std::max(p->begin, first_row);
-          rows.insert(rows.end(), {p->document, row - p->shift, row - first_row});
+          rows_of_block_.insert(rows_of_block_.end(), {p->document, row - p->shift, row - first_row});
         }
         place = placed_.try_emplace(rows_of_block_, num_blocks).first->second;
       }
@@ -446,11 +445,17 @@ class Arranger {
   const std::span<const Task> tasks_;
   Arrangement a_;
   // Of the server whose groups are made: the pools by cluster and first head, and the places in them of whole blocks,
-  // by pool and by what rows they have.
+  // by the pool and what rows a block has.
   std::map<std::pair<int64_t, int64_t>, int64_t> pools_;
-  using BlockRows = std::pair<int64_t, std::vector<int64_t>>;
-  std::map<BlockRows, int64_t> placed_;
-  BlockRows rows_of_block_;
+  struct Hash {
+    size_t operator()(const std::vector<int64_t>& words) const {
+      uint64_t hash = 0;
+      for (int64_t word : words) hash = (hash ^ static_cast<uint64_t>(word)) * 0x9e3779b97f4a7c15 >> 1;
+      return hash;
+    }
+  };
+  std::unordered_map<std::vector<int64_t>, int64_t, Hash> placed_;
+  std::vector<int64_t> rows_of_block_;
 };
 
 }  // namespace

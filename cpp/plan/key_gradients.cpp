@@ -1,5 +1,6 @@
 // Which groups contribute to which key gradients, and where several contributions make a sum.
 #include <algorithm>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -49,8 +50,9 @@ class Splitter {
         if (begin < end) by_heads_.push_back({i, begin, end, rows.shift()});
       }
     });
-    std::stable_sort(by_heads_.begin(), by_heads_.end(), [&](const Seeing& x, const Seeing& y) {
-      return std::pair(group_of(x).kv_head_begin, x.group) < std::pair(group_of(y).kv_head_begin, y.group);
+    std::sort(by_heads_.begin(), by_heads_.end(), [&](const Seeing& x, const Seeing& y) {
+      return std::tuple(group_of(x).kv_head_begin, x.group, x.begin) <
+             std::tuple(group_of(y).kv_head_begin, y.group, y.begin);
     });
     for (auto begin = by_heads_.begin(); begin != by_heads_.end();) {
       const auto end = std::find_if(begin, by_heads_.end(), [&](const Seeing& s) {
