@@ -5,7 +5,7 @@
 
 #include "attention/attention.h"
 #include "attention/cpu_kernel.h"
-#include "attention/families.h"
+#include "attention/store_order.h"
 #include "common/error.h"
 
 namespace distca::attention {
@@ -99,8 +99,6 @@ struct CpuAttention::State {
   std::vector<Unit> units;  // of all batches, after those that are computed whole
   size_t num_whole = 0;     // units that are computed whole
   int64_t most_cost = 0;    // the largest cost of such a unit
-  Families families;
-  std::vector<int64_t> waves;  // of each family: the number that there are so far
   std::vector<WorkItem> items;
   std::vector<Buffer> scratch;  // one for each worker
   Buffer memory;
@@ -118,14 +116,17 @@ struct CpuAttention::State {
   /// Like start, for backward. Units come by waves, each of which adds to the key gradients of those before.
   void start_backward(const Problem& problem) {
     start(problem, backward_unit_floats);
-    if (!families.find(problem)) return;
-    waves.assign(problem.groups.size(), 0);
-    for (auto unit = units.begin(); unit != units.end();) {
-      const int64_t group = unit->group;
-      int64_t& next = waves[static_cast<size_t>(families.of(group))];
-      for (; unit != units.end() && unit->group == group; ++unit) unit->wave = next;
-      ++next;
+    if (!has_adds(problem)) return;
+    StoreOrder order;
+    std::vector<int64_t> waves;  // by group
+    for (const KeyGroup& group : problem.groups) {
+      int64_t wave = 0;
+      for (const KeyGradRun& run : group.grads)
+        order.store(run, run.begin, run.end, std::ssize(waves),
+                    [&](int64_t before) { wave = std::max(wave, waves[static_cast<size_t>(before)] + 1); });
+      waves.push_back(wave);
     }
+    for (Unit& unit : units) unit.wave = waves[static_cast<size_t>(unit.group)];
     std::ranges::sort(units, std::less(),
                       [](const Unit& unit) { return std::tuple(unit.wave, unit.group, unit.kv_head); });
   }

@@ -78,7 +78,7 @@ struct Unit {
   int64_t offset = 0;  // where its floats begin in the batch's memory
   int64_t num_floats = 0;
   int64_t first_strip = 0;  // index of its first strip in the batch (see cpu_backward.cpp)
-  int64_t wave = 0;         // backward: its group's number in its family (families.h); batches are of one wave
+  int64_t wave = 0;  // backward: how many groups store before its own, one after another; batches are of one wave
 };
 
 /// Rows [begin, end) of a document for one unit: query rows of task `task`, or key rows where the pass goes over keys.

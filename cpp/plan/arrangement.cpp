@@ -12,27 +12,38 @@
 namespace distca::plan {
 namespace {
 
-/// Rows of keys: of each document and first head, disjoint ranges.
-class KeyRows {
+/// Disjoint ranges of rows, each with a number.
+class RowRanges {
  public:
-  using Owner = std::pair<int64_t, int64_t>;
+  struct Range {
+    int64_t begin, end;
+    int64_t number = 0;
+  };
 
-  /// Adds rows [begin, end). Returns how many of them are new.
-  int64_t add(const Owner& owner, int64_t begin, int64_t end) {
-    int64_t added = end - begin, first = begin, last = end;
-    auto& ranges = ranges_[owner];
-    auto range = ranges.upper_bound(begin);
-    for (; range != ranges.end() && range->second < end; range = ranges.erase(range)) {
-      added -= std::min(end, range->first) - std::max(begin, range->second);
-      first = std::min(first, range->second);
-      last = std::max(last, range->first);
+  /// Adds rows [begin, end). Calls visit(begin, end) for those that are new. Ranges that they touch become one.
+  template <class Visit>
+  void add(int64_t begin, int64_t end, const Visit& visit) {
+    Range all{begin, end};
+    auto next = ranges_.lower_bound(begin);
+    for (int64_t row = begin; next != ranges_.end() && next->second.begin <= end; next = ranges_.erase(next)) {
+      const Range& there = next->second;
+      if (row < there.begin) visit(row, there.begin);
+      row = std::max(row, there.end);
+      all = {std::min(all.begin, there.begin), std::max(all.end, there.end)};
+      begin = row;
     }
-    ranges[last] = first;
-    return added;
+    if (begin < end) visit(begin, end);
+    ranges_[all.end] = all;
+  }
+  /// The range that has a row.
+  const Range& at(int64_t row) const { return ranges_.upper_bound(row)->second; }
+  template <class Visit>
+  void for_each(const Visit& visit) {
+    for (auto& [end, range] : ranges_) visit(range);
   }
 
  private:
-  std::map<Owner, std::map<int64_t, int64_t>> ranges_;  // the beginning of each range by its end
+  std::map<int64_t, Range> ranges_;  // by their end
 };
 
 /// Makes an arrangement. It is the planning part of the in-place buffer manager: it gives every extent of the arenas
@@ -113,8 +124,7 @@ class Arranger {
         std::stable_sort(waiting.begin(), waiting.end(), [](const Group& a, const Group& b) {
           return a.round != b.round ? a.round < b.round : a.kv_end > b.kv_end;
         });
-      pools_.clear();
-      placed_.clear();
+      make_pools(waiting);
       for (Group& g : waiting) add_waiting_group(g);
     }
   }
@@ -173,7 +183,7 @@ class Arranger {
     std::vector<Weight> by_bytes;
     int64_t bytes = 0;
     __int128 cost = 0;
-    KeyRows brought;
+    std::map<Owner, RowRanges> brought;
     for (const Group& g : waiting) {
       by_bytes.push_back(weight_of(g, by_bytes.size(), key_bytes_of_others(g, shares_keys(g) ? &brought : nullptr)));
       bytes += by_bytes.back().bytes;
@@ -215,51 +225,124 @@ class Arranger {
 
   // ---- rows from other homes ----
 
-  /// Gives the group's key blocks that are not read in local segments their places in a pool.
-  void place_blocks(Group& g) {
-    g.arena_begin = a_.arena_blocks.size();
+  /// Whose rows: a document's own, and where they go (a pool, or the first head).
+  using Owner = std::pair<int64_t, int64_t>;
+
+  /// Calls visit(begin, end, rows) for key blocks [begin, end) of a group that are not read in local segments. Their
+  /// visible rows are all of `rows`; or there is one block, of whose rows some are not, and `rows` is null.
+  template <class Visit>
+  void for_each_part(const Group& g, const Visit& visit) const {
+    const auto of_others = layout_.shared(g.document);
+    const int64_t first = layout_.first_row(g.document);
+    const Shared own = {g.document, first, g.document, first, g.kv_end};
+    auto rows = of_others.begin();
+    const auto cut = [&](int64_t block, int64_t end) {
+      while (block < end) {
+        const int64_t row = std::max(block * block_rows_, g.kv_begin);
+        while (rows != of_others.end() && rows->at + rows->num_rows() <= row) ++rows;
+        const Shared& here = rows == of_others.end() ? own : *rows;
+        const int64_t end_row = here.at + here.num_rows();
+        const int64_t inside = end_row >= g.kv_end ? end : std::min(end, end_row / block_rows_);
+        const int64_t next = std::max(inside, block + 1);
+        visit(block, next, inside > block ? &here : nullptr);
+        block = next;
+      }
+    };
     int64_t next = g.kv_begin / block_rows_;
     for (const Placement& p : layout_.key_placements(g.document)) {
       const BlockRange local = local_blocks(g, p, block_rows_);
       if (local.begin == local.end) continue;
-      place_blocks(g, next, local.begin);
+      cut(next, local.begin);
       next = local.end;
     }
-    place_blocks(g, next, ceil_div(g.kv_end, block_rows_));
-    g.arena_end = a_.arena_blocks.size();
+    cut(next, ceil_div(g.kv_end, block_rows_));
   }
-  void place_blocks(Group& g, int64_t begin, int64_t end) {
-    if (begin >= end) return;
-    const bool shares = shares_keys(g);
-    if (g.pool < 0) g.pool = shares ? shared_pool(g) : new_pool();
-    int64_t& num_blocks = a_.pools[static_cast<size_t>(g.pool)].num_blocks;
-    if (!shares) {
-      a_.arena_blocks.push_back({begin, end, num_blocks});
-      num_blocks += end - begin;
-      return;
+
+  /// Makes the pools of a server's groups, with the runs of rows that these need.
+  void make_pools(std::vector<Group>& waiting) {
+    pools_.clear();
+    runs_.clear();
+    arrived_.clear();
+    placed_.clear();
+    for (Group& g : waiting) {
+      for_each_part(g, [&](int64_t begin, int64_t end, const Shared* rows) {
+        if (g.pool < 0) g.pool = shares_keys(g) ? shared_pool(g) : new_pool();
+        if (rows == nullptr) return;
+        const auto [first, last] = visible_rows(g, begin, end);
+        runs_[{g.pool, rows->of}].add(first - rows->shift(), last - rows->shift(), [](int64_t, int64_t) {});
+      });
     }
-    const auto of_document = layout_.key_placements(g.document);
-    auto of_rows = of_document.begin();
-    for (int64_t b = begin; b < end; ++b) {
-      const int64_t first_row = b * block_rows_, end_row = first_row + block_rows_;
-      int64_t place = num_blocks;
-      if (first_row >= g.kv_begin && end_row <= g.kv_end) {  // it has all of its rows: others may have the same ones
-        rows_of_block_.assign({g.pool});
-        while (of_rows->end <= first_row) ++of_rows;
-        for (auto p = of_rows; p != of_document.end() && p->begin < end_row; ++p) {
-          const int64_t row = std::max(p->begin, first_row);
-          rows_of_block_.insert(rows_of_block_.end(), {p->document, row - p->shift, row - first_row});
-        }
-        place = placed_.try_emplace(rows_of_block_, num_blocks).first->second;
+    for (auto& [owner, runs] : runs_) {
+      int64_t& num_rows = a_.pools[static_cast<size_t>(owner.first)].num_rows;
+      runs.for_each([&](RowRanges::Range& run) {
+        run.number = num_rows;
+        num_rows += run.end - run.begin;
+      });
+    }
+  }
+
+  /// Says where the group's key blocks lie that are not read in local segments, and which of their rows come for it.
+  void place_blocks(Group& g) {
+    g.arena_begin = a_.arena_blocks.size();
+    g.arrival_begin = a_.arrivals.size();
+    for_each_part(g, [&](int64_t begin, int64_t end, const Shared* rows) {
+      const auto [first, last] = visible_rows(g, begin, end);
+      if (rows == nullptr) {
+        add_blocks(g, begin, end, put_together(g, begin) - (first - begin * block_rows_));
+        return;
       }
-      const bool is_new = place == num_blocks;
-      if (is_new) ++num_blocks;
-      ArenaBlocks* const last = a_.arena_blocks.size() > g.arena_begin ? &a_.arena_blocks.back() : nullptr;
-      if (last != nullptr && last->end == b && last->is_new == is_new && last->place + (b - last->begin) == place)
-        ++last->end;
-      else
-        a_.arena_blocks.push_back({b, b + 1, place, is_new});
+      const int64_t own_first = first - rows->shift();
+      const RowRanges::Range& run = runs_[{g.pool, rows->of}].at(own_first);
+      const int64_t before = run.number - run.begin;  // of a row in the pool, the row in its document
+      add_blocks(g, begin, end, before + own_first - (first - begin * block_rows_));
+      arrived_[{g.pool, rows->of}].add(own_first, last - rows->shift(), [&](int64_t row, int64_t end_row) {
+        add_arrival(g, {row + rows->shift(), end_row + rows->shift(), before + row});
+      });
+    });
+    g.arena_end = a_.arena_blocks.size();
+    g.arrival_end = a_.arrivals.size();
+  }
+
+  /// The rows of key blocks [begin, end) that a group has.
+  std::pair<int64_t, int64_t> visible_rows(const Group& g, int64_t begin, int64_t end) const {
+    return {std::max(begin * block_rows_, g.kv_begin), std::min(end * block_rows_, g.kv_end)};
+  }
+  void add_blocks(const Group& g, int64_t begin, int64_t end, int64_t row) {
+    ArenaBlocks* const last = a_.arena_blocks.size() > g.arena_begin ? &a_.arena_blocks.back() : nullptr;
+    if (last != nullptr && last->end == begin && last->row + (begin - last->begin) * block_rows_ == row)
+      last->end = end;
+    else
+      a_.arena_blocks.push_back({begin, end, row});
+  }
+  void add_arrival(const Group& g, const Arrival& arrival) {
+    Arrival* const last = a_.arrivals.size() > g.arrival_begin ? &a_.arrivals.back() : nullptr;
+    if (last != nullptr && last->end == arrival.begin && last->row + (last->end - last->begin) == arrival.row)
+      last->end = arrival.end;
+    else
+      a_.arrivals.push_back(arrival);
+  }
+
+  /// Puts a block together of rows that lie in no run. Returns the row of the pool where its visible rows begin. Others
+  /// may have the same block, if it has all of its rows.
+  int64_t put_together(const Group& g, int64_t block) {
+    int64_t& num_rows = a_.pools[static_cast<size_t>(g.pool)].num_rows;
+    const auto [first, last] = visible_rows(g, block, block + 1);
+    int64_t row = num_rows;
+    if (last - first == block_rows_) {
+      rows_of_block_.assign({g.pool});
+      const auto of_document = layout_.key_placements(g.document);
+      auto p = std::ranges::upper_bound(of_document, first, {}, &Placement::end);
+      for (; p != of_document.end() && p->begin < last; ++p) {
+        const int64_t from = std::max(p->begin, first);
+        rows_of_block_.insert(rows_of_block_.end(), {p->document, from - p->shift, from - first});
+      }
+      row = placed_.try_emplace(rows_of_block_, num_rows).first->second;
     }
+    if (row == num_rows) {
+      num_rows += last - first;
+      add_arrival(g, {first, last, row});
+    }
+    return row;
   }
   /// Whether other groups of the server may read what comes for this one. Rows that are retained lie group by group.
   bool shares_keys(const Group& g) const {
@@ -278,14 +361,16 @@ class Arranger {
 
   /// Bytes of the group's keys and values that lie on other ranks, in a phase. Those that `known` has do not count, and
   /// it has them all afterwards.
-  int64_t key_bytes_of_others(const Group& g, KeyRows* known = nullptr) const {
+  int64_t key_bytes_of_others(const Group& g, std::map<Owner, RowRanges>* known = nullptr) const {
     int64_t num_rows = 0, bytes = 0;
+    const auto count = [&](int64_t begin, int64_t end) { num_rows += end - begin; };
     for (const Placement& p : layout_.key_placements(g.document)) {
       const Placement rows = p.within(g.kv_begin, g.kv_end);
       if (rows.rank == g.server || rows.begin >= rows.end) continue;
-      num_rows += known == nullptr
-                      ? rows.end - rows.begin
-                      : known->add({rows.document, g.kv_head_begin}, rows.begin - rows.shift, rows.end - rows.shift);
+      if (known == nullptr)
+        count(rows.begin, rows.end);
+      else
+        (*known)[{g.kv_head_begin, rows.document}].add(rows.begin - rows.shift, rows.end - rows.shift, count);
     }
     for (TensorKind kind : {TensorKind::kK, TensorKind::kV})
       bytes += num_rows * format(Phase::kBackward, Direction::kIn, kind, g.num_kv_heads()).wire_bytes();
@@ -305,7 +390,7 @@ class Arranger {
     std::sort(by_bytes.begin(), by_bytes.end());
     for (const auto& [minus_saved, first_task, i] : by_bytes) {
       Group& g = a_.groups[i];
-      const int64_t rows = a_.pool_of(g).num_blocks * block_rows_;
+      const int64_t rows = a_.pool_of(g).num_rows;
       int64_t end = a_.retained_bytes[s];
       const auto extent = [&](TensorKind kind) {
         return take(end, Phase::kForward, Direction::kIn, kind, g.num_kv_heads(), rows);
@@ -326,14 +411,14 @@ class Arranger {
       const bool is_first = pool.k[0] < 0;
       for (Phase phase : kPhases) {
         if (phase == Phase::kBackward && g.is_retained()) continue;
-        for_each_source(layout_, a_.arena_blocks_of(g), g, block_rows_, [&](const Placement& rows) {
+        for_each_source(layout_, a_.arrivals_of(g), g, [&](const Placement& rows) {
           for (TensorKind kind : {TensorKind::kK, TensorKind::kV})
             count_bytes(phase, Direction::kIn, kind, rows.rank, g.server, g.num_kv_heads(), rows.end - rows.begin);
         });
         if (!is_first) continue;
         const auto p = static_cast<size_t>(phase);
         int64_t& next = arena(phase, g.server).server_in;
-        const int64_t rows = pool.num_blocks * block_rows_;
+        const int64_t rows = pool.num_rows;
         pool.k[p] = take(next, phase, Direction::kIn, TensorKind::kK, g.num_kv_heads(), rows);
         pool.v[p] = take(next, phase, Direction::kIn, TensorKind::kV, g.num_kv_heads(), rows);
       }
@@ -444,9 +529,11 @@ class Arranger {
   const int64_t ranks_per_node_;
   const std::span<const Task> tasks_;
   Arrangement a_;
-  // Of the server whose groups are made: the pools by cluster and first head, and the places in them of whole blocks,
-  // by the pool and what rows a block has.
+  // Of the server whose groups are made: the pools by cluster and first head; by pool and document the runs of rows,
+  // with their first rows in the pool, and the rows that have come for groups before; and where whole blocks that are
+  // put together begin, by pool and by what rows they have.
   std::map<std::pair<int64_t, int64_t>, int64_t> pools_;
+  std::map<Owner, RowRanges> runs_, arrived_;
   struct Hash {
     size_t operator()(const std::vector<int64_t>& words) const {
       uint64_t hash = 0;

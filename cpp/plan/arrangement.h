@@ -46,17 +46,26 @@ inline bool is_whole_at_home(const Layout& layout, const HeadShape& heads, const
          layout.placements(t.document).size() == 1 && !layout.shares_rows(t.document);
 }
 
-/// Key blocks [begin, end) of a group, counted from the start of the document, that lie in its server's arena: one
-/// after another from block `place` of the group's pool on.
+/// Key blocks [begin, end) of a group, counted from the start of the document, that lie in its server's arena one after
+/// another: the first row of the first block in row `row` of the group's pool. It may be a row before the pool, if the
+/// group's keys begin inside that block.
 struct ArenaBlocks {
   int64_t begin = 0, end = 0;
-  int64_t place = 0;
-  bool is_new = true;  // otherwise an earlier group has the same keys, which are there already
+  int64_t row = 0;
 };
 
-/// The key blocks in the arena of a server that groups with the same heads share, whose documents share rows.
+/// Keys [begin, end) of a group that come to rows of its pool from `row` on. What came for an earlier group does not
+/// come again.
+struct Arrival {
+  int64_t begin = 0, end = 0;
+  int64_t row = 0;
+};
+
+/// The keys in the arena of a server that groups with the same heads share, whose documents share rows. Rows that
+/// follow one another in a document do so in its runs of rows; a block reads them wherever it begins. Blocks whose rows
+/// do not lie in a run are put together behind them.
 struct KeyPool {
-  int64_t num_blocks = 0;
+  int64_t num_rows = 0;
   std::array<int64_t, 2> k = {-1, -1}, v = {-1, -1};  // offsets in the server's arena, by phase
 };
 
@@ -68,7 +77,8 @@ struct Group {
   size_t task_begin = 0, task_end = 0;          // range of the plan's tasks
   size_t gradient_begin = 0, gradient_end = 0;  // range of the arrangement's key gradients
   size_t arena_begin = 0, arena_end = 0;        // range of the arrangement's arena blocks
-  int64_t pool = -1;                            // of its blocks in the arena; -1 if it has none
+  size_t arrival_begin = 0, arrival_end = 0;    // range of the arrangement's arrivals
+  int64_t pool = -1;                            // of its keys in the arena; -1 if it has none
   int64_t retained_k = -1, retained_v = -1;  // offsets in the server's retained memory; where set, k[1] and v[1] are -1
   int64_t round = -1;                        // of the rows that it waits for; -1: it needs none of other ranks
 
@@ -131,6 +141,7 @@ struct ArenaBytes {
 struct Arrangement {
   std::vector<Group> groups;              // sorted by server and round; a server's local groups come first
   std::vector<ArenaBlocks> arena_blocks;  // by group
+  std::vector<Arrival> arrivals;          // by group
   std::vector<KeyPool> pools;
   std::vector<RemoteTask> remote;      // by group
   std::vector<KeyGradient> gradients;  // by group
@@ -152,6 +163,9 @@ struct Arrangement {
 
   std::span<const ArenaBlocks> arena_blocks_of(const Group& g) const {
     return std::span(arena_blocks).subspan(g.arena_begin, g.arena_end - g.arena_begin);
+  }
+  std::span<const Arrival> arrivals_of(const Group& g) const {
+    return std::span(arrivals).subspan(g.arrival_begin, g.arrival_end - g.arrival_begin);
   }
   /// What the group's blocks in the arena are a part of.
   KeyPool pool_of(const Group& g) const { return g.pool < 0 ? KeyPool{} : pools[static_cast<size_t>(g.pool)]; }
@@ -198,14 +212,10 @@ inline BlockRange local_blocks(const Group& g, const Placement& p, int64_t key_b
 
 /// Calls visit(rows) for the rows of each segment on another rank that come to a group's server for it.
 template <class Visit>
-void for_each_source(const Layout& layout, std::span<const ArenaBlocks> arena_blocks, const Group& g,
-                     int64_t key_block_rows, const Visit& visit) {
-  for (const ArenaBlocks& blocks : arena_blocks) {
-    if (!blocks.is_new) continue;
-    const int64_t begin = std::max(blocks.begin * key_block_rows, g.kv_begin);
-    const int64_t end = std::min(blocks.end * key_block_rows, g.kv_end);
+void for_each_source(const Layout& layout, std::span<const Arrival> arrivals, const Group& g, const Visit& visit) {
+  for (const Arrival& arrival : arrivals) {
     for (const Placement& p : layout.key_placements(g.document)) {
-      const Placement rows = p.within(begin, end);
+      const Placement rows = p.within(arrival.begin, arrival.end);
       if (rows.rank != g.server && rows.begin < rows.end) visit(rows);
     }
   }

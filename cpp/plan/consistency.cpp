@@ -62,10 +62,9 @@ std::span<const Held> Checker::held(int64_t document) const {
 std::vector<Held> Checker::held_keys(int64_t document) const {
   std::vector<Held> keys;
   for (const Shared& s : slice_.shared(document))
-    for (const Held& h : held(s.of)) {
-      const int64_t begin = std::max(h.begin, s.begin), end = std::min(h.end, s.end);
-      if (begin < end) keys.push_back({h.document, begin + s.shift(), end + s.shift(), h.row + (begin - h.begin)});
-    }
+    for_each_held(s.of, s.begin, s.end, [&](int64_t begin, int64_t end, int64_t row) {
+      keys.push_back({s.of, begin + s.shift(), end + s.shift(), row});
+    });
   const std::span<const Held> own = held(document);
   keys.insert(keys.end(), own.begin(), own.end());
   return keys;
@@ -92,7 +91,7 @@ void Checker::check_groups() const {
     }
     check_plan(kv_begin == g.kv_begin && kv_end == g.kv_end, "group ", index, ": its tasks see keys [", kv_begin, ", ",
                kv_end, "), it has [", g.kv_begin, ", ", g.kv_end, ")");
-    if (g.num_arena_blocks == 0)
+    if (g.num_arena_rows == 0)
       check_plan(g.forward_k == -1 && g.forward_v == -1 && g.backward_k == -1 && g.backward_v == -1, "group ", index,
                  ": arena offsets of keys that do not travel");
     ++index;
@@ -111,7 +110,7 @@ void Checker::check_blocks() {
     const std::vector<Held> here = held_keys(g.document);
     int64_t rows_of_others = 0;
     size_t next = 0;  // first segment that ends after the block's first key
-    Pool none, &pool = g.num_arena_blocks == 0 ? none : pools[g.forward_k];
+    Pool none, &pool = g.num_arena_rows == 0 ? none : pools[g.forward_k];
     if (pool.first == nullptr) pool.first = &g;
     check_plan(is_same_pool(*pool.first, g), "group ", index, ": its keys lie where those of other heads do");
     for (int64_t b = 0; b < g.num_blocks; ++b) {
@@ -119,27 +118,23 @@ void Checker::check_blocks() {
       const int64_t begin = std::max(start, g.kv_begin), end = std::min(start + size, g.kv_end);
       while (next < here.size() && here[next].end <= begin) ++next;
       const bool local = next < here.size() && here[next].begin <= begin && here[next].end >= end;
-      int64_t place = pool.num_blocks;
-      if (!local && begin == start && end == start + size) {  // whole blocks may be there already
-        std::vector<int64_t> rows;
-        slice_.for_each_owner(g.document, begin, end, [&](int64_t owner, int64_t row, int64_t num_rows) {
-          rows.insert(rows.end(), {owner, row, num_rows});
+      const int64_t entry = slice_.blocks()[static_cast<size_t>(g.block_begin + b)];
+      check_plan(local ? entry == block_entry(here[next].row + (start - here[next].begin), false) : (entry & 1) != 0,
+                 "group ", index, " (document ", g.document, "): key block ", b, " is not where its rows are");
+      if (local) continue;
+      int64_t key = begin;
+      slice_.for_each_owner(g.document, begin, end, [&](int64_t document, int64_t row, int64_t num_rows) {
+        const int64_t arena_row = (entry >> 1) + (key - start);
+        add_rows(pool, arena_row, {arena_row + num_rows, document, arena_row - row}, [&](int64_t first, int64_t last) {
+          rows_of_others += last - first;
+          const int64_t shift = arena_row - row;
+          for_each_held(document, first - shift, last - shift, [&](int64_t from, int64_t to, int64_t at) {
+            rows_of_others -= to - from;
+            expect_copy(g, at, to - from, from + shift);
+          });
         });
-        place = pool.places.try_emplace(std::move(rows), place).first->second;
-      }
-      const int64_t arena_row = place * size;
-      const int64_t entry =
-          local ? block_entry(here[next].row + (start - here[next].begin), false) : block_entry(arena_row, true);
-      check_plan(slice_.blocks()[static_cast<size_t>(g.block_begin + b)] == entry, "group ", index, " (document ",
-                 g.document, "): key block ", b, " is not where its rows are");
-      if (local || place < pool.num_blocks) continue;
-      ++pool.num_blocks;
-      rows_of_others += end - begin;
-      for (size_t s = next; s < here.size() && here[s].begin < end; ++s) {
-        const int64_t first = std::max(begin, here[s].begin), last = std::min(end, here[s].end);
-        rows_of_others -= last - first;
-        expect_copy(g, here[s].row + (first - here[s].begin), last - first, arena_row + (first - start));
-      }
+        key += num_rows;
+      });
     }
     if (rows_of_others > 0) {
       check_plan(g.round >= 0, "group ", index, ": it needs rows of others and waits for none");
@@ -149,14 +144,20 @@ void Checker::check_blocks() {
     }
     ++index;
   }
-  for (const auto& [offset, pool] : pools)
-    check_plan(pool.num_blocks == pool.first->num_arena_blocks, "groups have ", pool.num_blocks,
-               " key blocks in the arena and say ", pool.first->num_arena_blocks);
+  for (const auto& [offset, pool] : pools) {
+    int64_t end = 0;
+    for (const auto& [row, rows] : pool.rows) {
+      check_plan(row == end, "rows of keys in the arena that no group has: ", end, " to ", row);
+      end = rows.end;
+    }
+    check_plan(end == pool.first->num_arena_rows, "groups have ", end, " rows of keys in the arena and say ",
+               pool.first->num_arena_rows);
+  }
 }
 
 bool Checker::is_same_pool(const GroupRow& x, const GroupRow& y) {
   const auto place = [](const GroupRow& g) {
-    return std::tuple(g.kv_head_begin, g.kv_head_end, g.num_arena_blocks, g.forward_v, g.backward_k, g.backward_v);
+    return std::tuple(g.kv_head_begin, g.kv_head_end, g.num_arena_rows, g.forward_v, g.backward_k, g.backward_v);
   };
   return &x == &y || (place(x) == place(y) && x.retained_k < 0 && y.retained_k < 0);
 }
@@ -296,7 +297,7 @@ void Checker::add_gradients(std::vector<Move>& results, const std::vector<Move>&
     Move m = term.move;
     const auto at = std::lower_bound(by_offset.begin(), by_offset.end(), Move{m.phase, m.tensor, m.offset, {}, 0});
     if (at == by_offset.end() || at->tensor != m.tensor || at->offset != m.offset) {
-      own_terms_.push_back(term);
+      own_terms_.emplace(place, term);
       continue;
     }
     m.peer = at->peer;

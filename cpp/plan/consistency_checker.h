@@ -11,6 +11,7 @@
 
 #include "plan/layout.h"
 #include "plan/tables.h"
+#include "plan/validate.h"
 
 namespace distca::plan::consistency {
 
@@ -72,6 +73,18 @@ class Checker {
   /// This rank's segments of a document that are its own, ascending.
   std::span<const Held> held(int64_t document) const;
 
+  /// Calls visit(begin, end, row) for those own rows [begin, end) of a document that this rank has, from `row` on,
+  /// among rows [from, to).
+  template <class Visit>
+  void for_each_held(int64_t document, int64_t from, int64_t to, const Visit& visit) const {
+    const std::span<const Held> own = held(document);
+    auto h = std::ranges::upper_bound(own, from, {}, &Held::end);
+    for (; h != own.end() && h->begin < to; ++h) {
+      const int64_t begin = std::max(h->begin, from);
+      visit(begin, std::min(h->end, to), h->row + (begin - h->begin));
+    }
+  }
+
   /// This rank's segments of all rows that a document has, those of others included, ascending.
   std::vector<Held> held_keys(int64_t document) const;
 
@@ -117,9 +130,9 @@ class Checker {
   /// Checks that tasks, blocks and gradients of the groups follow one another.
   void check_groups() const;
 
-  /// Checks that a block whose visible keys lie in one segment of this rank is read there. All other blocks follow one
-  /// another in the arena, but for whole blocks that an earlier group of the pool has there; rows of them that this
-  /// rank has are copied there.
+  /// Checks that a block whose visible keys lie in one segment of this rank is read there, and that all others are read
+  /// in the arena, where a row of their pool is the same one for all of its groups. Rows that this rank has are copied
+  /// there once.
   void check_blocks();
 
   /// Whether two groups whose keys begin at one offset may share what lies there.
@@ -186,12 +199,38 @@ class Checker {
   /// for is the memory used.
   void check_disjoint(const char* memory, int64_t size);
 
-  /// The blocks of groups with the same keys in the arena.
+  /// Own rows of a document that lie in a pool. The first one is `shift` less than its row of the pool.
+  struct PoolRows {
+    int64_t end;
+    int64_t document, shift;
+  };
+  /// The keys in the arena of groups that share them.
   struct Pool {
     const GroupRow* first = nullptr;
-    int64_t num_blocks = 0;
-    std::map<std::vector<int64_t>, int64_t> places;  // of whole blocks: by the rows that they have
+    std::map<int64_t, PoolRows> rows;  // by the first row of the pool
   };
+
+  /// Adds own rows of a document to a pool. Calls visit(begin, end) for rows of the pool that are new.
+  template <class Visit>
+  static void add_rows(Pool& pool, int64_t begin, const PoolRows& rows, const Visit& visit) {
+    auto next = pool.rows.upper_bound(begin);
+    if (next != pool.rows.begin() && std::prev(next)->second.end > begin) --next;
+    for (int64_t row = begin; row < rows.end;) {
+      const bool is_there = next != pool.rows.end() && next->first <= row;
+      const int64_t end = std::min(rows.end, is_there                  ? next->second.end
+                                             : next != pool.rows.end() ? next->first
+                                                                       : rows.end);
+      if (is_there) {
+        check_plan(next->second.document == rows.document && next->second.shift == rows.shift, "row ", row,
+                   " of keys in the arena is two rows");
+        ++next;
+      } else {
+        visit(row, end);
+        pool.rows[row] = {end, rows.document, rows.shift};
+      }
+      row = end;
+    }
+  }
 
   /// Gradients that go into a sum of this home: own rows of a document from `begin` on.
   struct OwnTerm {
@@ -213,10 +252,10 @@ class Checker {
 
   const SliceView& slice_;
   const Header& h_;
-  std::vector<Held> held_;          // by document
-  std::vector<Held> by_row_;        // by row; segments that continue one another are one
-  std::vector<Move> copies_;        // copies that this rank has to make
-  std::vector<OwnTerm> own_terms_;  // key gradients of this rank that go into its own sums
+  std::vector<Held> held_;                                    // by document
+  std::vector<Held> by_row_;                                  // by row; segments that continue one another are one
+  std::vector<Move> copies_;                                  // copies that this rank has to make
+  std::map<std::pair<int64_t, int64_t>, OwnTerm> own_terms_;  // of this rank, into its own sums: by tensor and offset
   std::vector<Move> sums_;
   // The rounds in which tasks need keys of other ranks, in forward and in backward.
   std::array<std::array<bool, kMaxRoundsIn>, 2> needs_others_ = {};

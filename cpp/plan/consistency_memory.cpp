@@ -19,7 +19,7 @@ void Checker::check_arena(Phase p) {
   };
   std::set<int64_t> pools;  // offsets of k in forward
   for (const GroupRow& g : slice_.groups()) {
-    const Part part = heads_of(g, g.num_arena_blocks * h_.key_block_rows);
+    const Part part = heads_of(g, g.num_arena_rows);
     if (part.num_rows == 0 || (backward && g.retained_k >= 0) || !pools.insert(g.forward_k).second) continue;
     add(Direction::kIn, TensorKind::kK, part, backward ? g.backward_k : g.forward_k);
     add(Direction::kIn, TensorKind::kV, part, backward ? g.backward_v : g.forward_v);
@@ -69,7 +69,7 @@ void Checker::check_retained() {
   extents_.clear();
   for (const GroupRow& g : slice_.groups()) {
     if (g.retained_k < 0) continue;
-    const Part part = heads_of(g, g.num_arena_blocks * h_.key_block_rows);
+    const Part part = heads_of(g, g.num_arena_rows);
     for (const auto& [kind, at] : {std::pair{TensorKind::kK, g.retained_k}, {TensorKind::kV, g.retained_v}})
       extents_.push_back({kBase, at, at + part.num_rows * stride(Phase::kForward, Direction::kIn, kind, part)});
   }

@@ -94,13 +94,12 @@ void Checker::check_sums() {
 }
 
 bool Checker::take_own_term(TensorKind kind, int64_t offset, const ReceiveRow& sum) {
-  const auto own = std::find_if(own_terms_.begin(), own_terms_.end(), [&](const OwnTerm& t) {
-    return t.move.tensor == static_cast<int64_t>(kind) && t.move.offset == offset;
-  });
+  const auto own = own_terms_.find({static_cast<int64_t>(kind), offset});
   if (own == own_terms_.end()) return false;
-  const Part& part = own->move.part;
+  const OwnTerm& term = own->second;
+  const Part& part = term.move.part;
   check_plan(part.num_rows == sum.num_rows && part.kv_head_begin == sum.kv_head_begin &&
-                 part.kv_head_end == sum.kv_head_end && is_at(sum.row, sum.num_rows, own->document, own->begin),
+                 part.kv_head_end == sum.kv_head_end && is_at(sum.row, sum.num_rows, term.document, term.begin),
              "this rank's own term of a sum is of other rows");
   own_terms_.erase(own);
   return true;

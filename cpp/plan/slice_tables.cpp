@@ -132,7 +132,7 @@ class Filler {
     row.num_blocks = ceil_div(g.kv_end, block_rows_) - row.first_block;
     row.block_begin = num_blocks_;
     num_blocks_ += row.num_blocks;
-    row.num_arena_blocks = pool.num_blocks;
+    row.num_arena_rows = pool.num_rows;
     row.forward_k = pool.k[0];
     row.forward_v = pool.v[0];
     row.backward_k = pool.k[1];
@@ -141,7 +141,7 @@ class Filler {
     row.retained_v = g.retained_v;
     row.round = g.round;
     if (with_blocks_) add_blocks(g);
-    for_each_source(layout_, a_.arena_blocks_of(g), g, block_rows_, [&](const Placement& rows) {
+    for_each_source(layout_, a_.arrivals_of(g), g, [&](const Placement& rows) {
       wait(Phase::kForward, Direction::kIn, g.round, rows.rank);
       if (!g.is_retained()) wait(Phase::kBackward, Direction::kIn, g.round, rows.rank);
     });
@@ -160,8 +160,7 @@ class Filler {
       for (int64_t b = begin; b < end; ++b, row += block_rows_)
         t_.blocks[static_cast<size_t>(base + b - first)] = block_entry(row, in_arena);
     };
-    for (const ArenaBlocks& blocks : a_.arena_blocks_of(g))
-      fill(blocks.begin, blocks.end, blocks.place * block_rows_, true);
+    for (const ArenaBlocks& blocks : a_.arena_blocks_of(g)) fill(blocks.begin, blocks.end, blocks.row, true);
     for (const Placement& p : layout_.key_placements(g.document)) {
       const BlockRange local = local_blocks(g, p, block_rows_);
       fill(local.begin, local.end, p.row + (local.begin * block_rows_ - p.begin), false);
@@ -223,26 +222,23 @@ class Filler {
   void send_keys(const Placement& segment, int64_t reader) {
     for (uint32_t i : a_.groups_of_document[reader]) {
       const Group& g = a_.groups[i];
-      for (const ArenaBlocks& blocks : a_.arena_blocks_of(g))
-        if (blocks.is_new) put_keys(g, segment, blocks);
+      for (const Arrival& arrival : a_.arrivals_of(g)) put_keys(g, segment, arrival);
     }
   }
 
-  /// Puts those keys of a segment that are in some blocks of a group.
-  void put_keys(const Group& g, const Placement& segment, const ArenaBlocks& blocks) {
-    const int64_t first_row = blocks.begin * block_rows_;
-    const int64_t begin = std::max({segment.begin, g.kv_begin, first_row});
-    const int64_t end = std::min({segment.end, g.kv_end, blocks.end * block_rows_});
-    if (begin >= end) return;
+  /// Puts those keys of a segment that come for a group together.
+  void put_keys(const Group& g, const Placement& segment, const Arrival& arrival) {
+    const Placement rows = segment.within(arrival.begin, arrival.end);
+    if (rows.begin >= rows.end) return;
     const KeyPool pool = a_.pool_of(g);
-    const int64_t arena_row = blocks.place * block_rows_ + (begin - first_row);
+    const int64_t arena_row = arrival.row + (rows.begin - arrival.begin);
     for (Phase phase : kPhases) {
       if (phase == Phase::kBackward && g.is_retained()) continue;
       const auto p = static_cast<size_t>(phase);
       const auto put = [&](TensorKind kind, int64_t base) {
         const int64_t stride = format(phase, Direction::kIn, kind, g.num_kv_heads()).row_stride();
-        send(phase, Direction::kIn, g.round, 0, g.server, kind, segment.row + (begin - segment.begin), -1, end - begin,
-             g.kv_head_begin, g.kv_head_end, base + arena_row * stride);
+        send(phase, Direction::kIn, g.round, 0, g.server, kind, rows.row, -1, rows.end - rows.begin, g.kv_head_begin,
+             g.kv_head_end, base + arena_row * stride);
       };
       put(TensorKind::kK, pool.k[p]);
       put(TensorKind::kV, pool.v[p]);

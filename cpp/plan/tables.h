@@ -98,7 +98,7 @@ struct GroupRow {
   int64_t kv_begin, kv_end;
   int64_t first_block, num_blocks, block_begin;  // block_begin: index into the block table
   int64_t task_begin, task_end;
-  int64_t num_arena_blocks;  // of all groups whose keys lie at these offsets: with the same heads, of one cluster
+  int64_t num_arena_rows;  // of all groups whose keys lie at these offsets: with the same heads, of one cluster
   int64_t forward_k, forward_v, backward_k, backward_v;  // arena offsets
   int64_t retained_k, retained_v;                        // offsets in the retained memory; where set, backward_* are -1
   int64_t grad_begin, grad_end;                          // index into the gradient table

@@ -16,7 +16,7 @@ std::vector<Transfer> Plan::transfers() const {
                    g.kv_head_end, tensor, (end - begin) * format.wire_bytes(), g.round});
   };
   for (const Group& g : arrangement.groups) {
-    for_each_source(*layout_, arrangement.arena_blocks_of(g), g, options_.key_block_rows, [&](const Placement& rows) {
+    for_each_source(*layout_, arrangement.arrivals_of(g), g, [&](const Placement& rows) {
       for (TensorKind tensor : {TensorKind::kK, TensorKind::kV})
         for (Phase phase : kPhases)
           if (phase == Phase::kForward || !g.is_retained())

@@ -217,9 +217,9 @@ class Validator {
                  "group ", index, " (document ", g.document, "): its key blocks");
       check_plan(g.task_begin == next_task && g.task_end >= next_task && g.task_end <= count(view_.tasks()), "group ",
                  index, ": its tasks");
-      check_plan(g.num_arena_blocks >= 0 && g.num_arena_blocks <= count(view_.blocks()), "group ", index,
-                 ": its arena blocks");
-      const int64_t arena_rows = g.num_arena_blocks * h().key_block_rows;
+      const int64_t arena_rows = g.num_arena_rows;
+      check_plan(arena_rows >= 0 && arena_rows <= count(view_.blocks()) * h().key_block_rows, "group ", index,
+                 ": its rows in the arena");
       if (arena_rows > 0) {
         check_extent("group", Phase::kForward, Direction::kIn, TensorKind::kK, g, g.forward_k, arena_rows);
         check_extent("group", Phase::kForward, Direction::kIn, TensorKind::kV, g, g.forward_v, arena_rows);
@@ -240,8 +240,7 @@ class Validator {
       check_grads(g, index);
       check_plan(g.round >= -1 && g.round < kMaxRoundsIn, "group ", index, ": round ", g.round);
       const bool local = index < h().num_local_groups;
-      check_plan(!local || (g.num_arena_blocks == 0 && g.task_end <= h().num_local_tasks), "group ", index,
-                 " is not local");
+      check_plan(!local || (arena_rows == 0 && g.task_end <= h().num_local_tasks), "group ", index, " is not local");
       next_task = g.task_end;
       ++index;
     }

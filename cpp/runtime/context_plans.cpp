@@ -1,5 +1,6 @@
 // What a context accepts before a step begins: a slice, the scores of a call, and a pair of plans.
 #include <algorithm>
+#include <unordered_map>
 
 #include "attention/attention.h"
 #include "plan/layout.h"
@@ -26,16 +27,31 @@ std::string first_difference(const plan::SliceView& a, const plan::SliceView& b)
   return " (on other ranks)";
 }
 
-/// Whether two documents begin with the same rows of others. Numbers of documents do not count: it is the same one if
-/// the same of this rank's segments is its first, or if this rank has none of it.
-bool begin_alike(const plan::SliceView& a, int64_t of_a, const plan::SliceView& b, int64_t of_b) {
-  const auto first_segment = [](const plan::SliceView& slice, int64_t document) {
-    return std::ranges::find(slice.segments(), document, &plan::SegmentRow::document) - slice.segments().begin();
-  };
-  return std::ranges::equal(a.shared(of_a), b.shared(of_b), [&](const plan::Shared& x, const plan::Shared& y) {
-    return x.at == y.at && x.begin == y.begin && x.end == y.end && first_segment(a, x.of) == first_segment(b, y.of);
-  });
-}
+/// What this rank's documents begin with in a plan.
+class Beginnings {
+ public:
+  Beginnings(const plan::SliceView& slice, bool is_asked) : slice_(slice) {
+    if (!is_asked || slice.shared().empty()) return;
+    for (size_t i = 0; i < slice.segments().size(); ++i) first_segment_.emplace(slice.segments()[i].document, i);
+  }
+  /// Whether two documents begin with the same rows of others. Numbers of documents do not count: it is the same one if
+  /// the same of this rank's segments is its first, or if this rank has none of it.
+  static bool are_alike(const Beginnings& a, int64_t of_a, const Beginnings& b, int64_t of_b) {
+    const auto same = [&](const plan::Shared& x, const plan::Shared& y) {
+      return x.at == y.at && x.begin == y.begin && x.end == y.end && a.first_segment(x.of) == b.first_segment(y.of);
+    };
+    return std::ranges::equal(a.slice_.shared(of_a), b.slice_.shared(of_b), same);
+  }
+
+ private:
+  size_t first_segment(int64_t document) const {
+    const auto found = first_segment_.find(document);
+    return found == first_segment_.end() ? SIZE_MAX : found->second;
+  }
+
+  const plan::SliceView& slice_;
+  std::unordered_map<int64_t, size_t> first_segment_;  // by document
+};
 
 }  // namespace
 
@@ -99,11 +115,12 @@ void Context::check_same_problem(const plan::SliceView& forward, const plan::Sli
   // The digest of a layout is over all ranks' segments. In plans with labels, those of other ranks may differ, and the
   // numbers of documents with them: each rank answers for its own rows.
   const bool are_labelled = f.label[0] != 0 && b.label[0] != 0;
+  const Beginnings of_forward(forward, are_labelled), of_backward(backward, are_labelled);
   const auto same = [&](const plan::SegmentRow& x, const plan::SegmentRow& y) {
     const bool same_document =
         are_labelled ? (x.document == plan::kPadding) == (y.document == plan::kPadding) : x.document == y.document;
-    const bool alike =
-        !are_labelled || x.document == plan::kPadding || begin_alike(forward, x.document, backward, y.document);
+    const bool alike = !are_labelled || x.document == plan::kPadding ||
+                       Beginnings::are_alike(of_forward, x.document, of_backward, y.document);
     return same_document && alike && x.begin == y.begin && x.end == y.end;
   };
   if ((!are_labelled && f.layout_digest != b.layout_digest) ||

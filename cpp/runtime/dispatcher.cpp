@@ -250,11 +250,10 @@ void Dispatcher::retain_keys(const Step& step) {
   for (const plan::GroupRow& g : step.slice.groups()) {
     if (g.retained_k < 0) continue;
     const KvHeads heads = heads_of(g);
-    const int64_t num_rows = g.num_arena_blocks * step.slice.header().key_block_rows;
     const auto keep = [&](TensorKind kind, int64_t to, int64_t from) {
       rows_.push_back({.to = step.in_retained(kind, heads, to),
                        .from = step.in_arena(Direction::kIn, kind, heads, from),
-                       .n = step.extent(Direction::kIn, kind, heads, num_rows)});
+                       .n = step.extent(Direction::kIn, kind, heads, g.num_arena_rows)});
     };
     keep(TensorKind::kK, g.retained_k, g.forward_k);
     keep(TensorKind::kV, g.retained_v, g.forward_v);

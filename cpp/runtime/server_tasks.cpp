@@ -88,7 +88,7 @@ attention::KeyGroup ServerTasks::key_group(const plan::SliceView& slice, const A
   if (backward && g.retained_k >= 0) {
     group.k[1] = arena.in_retained(TensorKind::kK, heads, g.retained_k);
     group.v[1] = arena.in_retained(TensorKind::kV, heads, g.retained_v);
-  } else if (g.num_arena_blocks > 0) {
+  } else if (g.num_arena_rows > 0) {
     group.k[1] = arena.in_arena(Direction::kIn, TensorKind::kK, heads, backward ? g.backward_k : g.forward_k);
     group.v[1] = arena.in_arena(Direction::kIn, TensorKind::kV, heads, backward ? g.backward_v : g.forward_v);
   }

@@ -2,9 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <map>
 #include <numeric>
 #include <utility>
+
+#include "attention/store_order.h"
 
 namespace distca::attention::cuda {
 
@@ -206,35 +207,16 @@ void add_key_items(const KeyGroup& group, int group_index, int keys, WorkList& l
 
 /// Finds which items store to the same rows just one after another. All of them are listed as those of the first head.
 void find_follows(const Problem& problem, int keys, WorkList& list) {
-  struct Stored {
-    const std::byte* end;
-    size_t item;
-  };
-  std::map<const std::byte*, Stored> stored;  // rows of dk by their beginning, and the last item that stores there
-  std::vector<size_t> found;
-  const auto store = [&](const std::byte* begin, const std::byte* end, size_t item) {
-    auto next = stored.lower_bound(begin);
-    if (next != stored.begin() && std::prev(next)->second.end > begin) --next;
-    while (next != stored.end() && next->first < end) {
-      const auto [first, last] = std::pair(next->first, next->second);
-      found.push_back(last.item);
-      next = stored.erase(next);
-      if (first < begin) stored[first] = {begin, last.item};
-      if (end < last.end) stored[end] = last;
-    }
-    stored[begin] = {end, item};
-  };
+  StoreOrder order;
   for (size_t g = 0; g < problem.groups.size(); ++g) {
-    if (list.families.is_alone(static_cast<int64_t>(g))) continue;
     const int first_block = list.unsorted[list.first_item[g]].index;
     for (const KeyGradRun& run : problem.groups[g].grads) {
       if (run.dtype != DType::kFloat32) continue;  // nobody adds to it
       for (int64_t row = run.begin; row < run.end;) {
         const int64_t block = row / keys, end = std::min(run.end, (block + 1) * keys);
         const size_t item = list.first_item[g] + static_cast<size_t>(block - first_block);
-        found.clear();
-        store(run.dk.from_row(row - run.begin).data, run.dk.from_row(end - run.begin).data, item);
-        for (size_t before : found) list.follows.push_back({item, before});
+        order.store(run, row, end, static_cast<int64_t>(item),
+                    [&](int64_t before) { list.follows.emplace_back(item, static_cast<size_t>(before)); });
         row = end;
       }
     }
@@ -243,14 +225,11 @@ void find_follows(const Problem& problem, int keys, WorkList& list) {
   list.follows.erase(std::unique(list.follows.begin(), list.follows.end()), list.follows.end());
 }
 
-/// Raises costs so that an item is sorted after those that it waits for, and lets all items of a family that waits for
-/// a signal come last.
-void order_families(const Problem& problem, WorkList& list) {
-  std::vector<uint8_t> remote(problem.groups.size());  // by family
+/// Raises costs so that an item is sorted after those that it waits for, and lets a group come last if it waits for one
+/// that waits for a signal.
+void order_groups(const Problem& problem, WorkList& list) {
   auto follows = list.follows.rbegin();
   for (size_t g = problem.groups.size(); g-- > 0;) {
-    const auto family = static_cast<size_t>(list.families.of(static_cast<int64_t>(g)));
-    remote[family] |= static_cast<uint8_t>(list.unsorted[list.first_item[g]].remote);
     const size_t first = list.first_item[g], end = list.end_item(g);
     const size_t blocks = (end - first) / static_cast<size_t>(problem.groups[g].kv_heads);
     // Those of later groups have raised these by now. Blocks of a head stay in ascending order.
@@ -259,10 +238,15 @@ void order_families(const Problem& problem, WorkList& list) {
     for (; follows != list.follows.rend() && follows->first >= first; ++follows)
       list.costs[follows->second] = std::max(list.costs[follows->second], list.costs[follows->first]);
   }
-  for (WorkItem& item : list.unsorted) item.remote |= remote[static_cast<size_t>(list.families.of(item.group))];
+  const auto is_remote = [&](size_t item) -> int& {
+    return list.unsorted[list.first_item[static_cast<size_t>(list.unsorted[item].group)]].remote;
+  };
+  for (const auto& [item, before] : list.follows) is_remote(item) |= is_remote(before);  // by groups, ascending
+  for (size_t g = 0; g < problem.groups.size(); ++g)
+    for (size_t i = list.first_item[g]; i < list.end_item(g); ++i) list.unsorted[i].remote = is_remote(i);
 }
 
-/// Tells each item of a family after which ones it stores its gradients.
+/// Tells items after which ones they store their gradients.
 void chain_items(const Problem& problem, WorkList& list) {
   const auto blocks_of = [&](size_t item) {
     const auto g = static_cast<size_t>(list.unsorted[item].group);
@@ -341,13 +325,12 @@ void list_backward(const Problem& problem, std::span<const Signal> signals, Tile
     list.first_item.push_back(list.unsorted.size());
     add_key_items(group, static_cast<int>(g), shape.keys, list);
   }
-  const bool has_families = list.families.find(problem);
-  if (has_families) {
+  if (has_adds(problem)) {
     find_follows(problem, shape.keys, list);
-    order_families(problem, list);
+    order_groups(problem, list);
   }
   sort_items(list);
-  if (has_families) chain_items(problem, list);
+  chain_items(problem, list);
 }
 
 }  // namespace distca::attention::cuda

@@ -4,7 +4,7 @@
 // those of one key/value head of a group are always in ascending order. Therefore an item that waits for the block
 // before it (deterministic mode) waits for an item that was taken earlier. Where groups add to the same key gradients,
 // those that store to the same rows are in the order of the groups, whatever their blocks. Items that wait for a signal
-// come after all others, and with them those of groups that share gradients with theirs.
+// come after all others, and with them those of groups that add to what they store.
 #pragma once
 
 #include <span>
@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "attention/attention.h"
-#include "attention/families.h"
 #include "attention/tables.h"
 
 namespace distca::attention::cuda {
@@ -49,9 +48,8 @@ struct WorkList {
   std::vector<int32_t> places;
   std::vector<int32_t> numbers;    // of each of `unsorted` among `items`
   std::vector<size_t> first_item;  // of each group, in `unsorted`
-  // The same, where groups add to the same key gradients: the groups' families, and items with those that store to the
-  // same rows just before them, as they stand in `unsorted` for the first head.
-  Families families;
+  // The same, where groups add to the same key gradients: items with those that store to the same rows just before
+  // them, as they stand in `unsorted` for the first head.
   std::vector<std::pair<size_t, size_t>> follows;
   /// Where the items of a group end in `unsorted`.
   size_t end_item(size_t group) const {

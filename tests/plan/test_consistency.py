@@ -207,7 +207,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "a group says another number of blocks in the arena than those with which it shares them": (
         lambda s: _first(
-            s.groups, _number("GroupEntry"), "num_arena_blocks", lambda g: g.num_arena_blocks + 1,
+            s.groups, _number("GroupEntry"), "num_arena_rows", lambda g: g.num_arena_rows + 1,
             lambda g: g.forward_k >= 0 and sum(x.forward_k == g.forward_k for x in s.groups) > 1,
         ),
         "where those of other heads do|do not lie in the arena|key blocks in the arena|its arena blocks",
@@ -224,7 +224,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
             s.blocks, _number("Block"), "entry", lambda b: b.entry + 128,
             lambda b: b.entry % 2 == 1 and sum(x.entry == b.entry for x in s.blocks) > 1,
         ),
-        "is not where its rows are|key block",
+        "key block|is two rows|in the arena",
     ),
     "a group adds gradients to those of another document": (
         lambda s: _first(
@@ -257,7 +257,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "two blocks are one in the arena": (
         lambda s: _first(s.blocks, _number("Block"), "entry", lambda b: 1, lambda b: b.entry % 2 == 1 and b.entry > 1),
-        "is not where its rows are",
+        "is two rows|own keys are not all copied|rows of keys in the arena",
     ),
     "a key gradient is returned to another row": (
         lambda s: _first(

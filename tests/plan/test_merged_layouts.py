@@ -129,17 +129,23 @@ def test_rows_come_from_where_they_are() -> None:
     assert {(t.document, t.begin, t.end) for t in plan.transfers} == {(0, 3, 7)}
 
 
-def test_blocks_of_the_same_rows_are_in_an_arena_once_whatever_their_order() -> None:
-    """Two questions on rank 1 to two passages on rank 0: one has them in the other order, which moves their blocks."""
-    segments = [[(0, 0, 64), (1, 0, 128)], [(2, 192, 200), (3, 192, 200), (4, 150, 160)]]
+def test_rows_of_passages_are_in_an_arena_once_wherever_documents_have_them() -> None:
+    """Questions on rank 1 to two passages on rank 0, in both orders, and with one in pieces. A block of 64 keys whose
+    rows are of two documents, or of two places of one, is put together for each document that has another one.
+    """
+    segments = [[(0, 0, 64), (1, 0, 128)], [(2, 192, 200), (3, 192, 200), (4, 150, 160), (5, 150, 151)]]
     begins = {2: [(0, 0, 64), (1, 0, 128)], 3: [(1, 0, 128), (0, 0, 64)]}
-    shifted = [(0, 0, 20), (1, 0, 128), (0, 20, 22)]  # no block has the rows of another one
-    plan = distca.plan(distca.Layout(segments, branches={**begins, 4: shifted}), HEADS, balance=False)
-    groups = read_slice(plan.for_rank(1).tensor.tolist()).groups
-    assert [group.document for group in groups] == [2, 3, 4] and len({group.forward_k for group in groups}) == 1
-    assert groups[0].num_arena_blocks == 3 + 0 + 3
+    pieces = [(0, 0, 20), (1, 0, 128), (0, 20, 22)]  # 20 + 44, 64, then 20 + 2 and a document's own rows
+    plan = distca.plan(distca.Layout(segments, branches={**begins, 4: pieces, 5: pieces}), HEADS, balance=False)
+    tables = read_slice(plan.for_rank(1).tensor.tolist())
+    assert [group.document for group in tables.groups] == [2, 3, 4, 5]
+    assert len({group.forward_k for group in tables.groups}) == 1
+    assert tables.groups[0].num_arena_rows == 192 + 64 + (22 + 10) + (22 + 1)
+    entries = [[b.entry // 2 for b in tables.blocks[g.block_begin :][: g.num_blocks]] for g in tables.groups]
+    assert entries[0][:3] == [0, 64, 128] and entries[1][:3] == [64, 128, 0]
+    assert entries[2] == [192, 64 + 44, 256] and entries[3] == [192, 64 + 44, 288]
     key = (16 + 16) * 2 * 4
-    assert plan.stats.bytes["forward_in"] == key * (192 + 150)
+    assert plan.stats.bytes["forward_in"] == key * (192 + 64 + 22 + 22)
 
 
 def test_a_server_that_has_rows_of_passages_gets_questions_to_them() -> None:

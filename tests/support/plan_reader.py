@@ -182,7 +182,7 @@ class GroupEntry(NamedTuple):
     block_begin: int
     task_begin: int
     task_end: int
-    num_arena_blocks: int
+    num_arena_rows: int
     forward_k: int
     forward_v: int
     backward_k: int

@@ -115,16 +115,21 @@ class Simulation:
             assert group.kv_begin == min(task.kv_begin for task in tasks)
             assert group.kv_end == max(task.kv_end for task in tasks)
             entries = [block.entry for block in tables.blocks[group.block_begin : next_block]]
-            arena_blocks = {entry // 2 // 64 for entry in entries if entry % 2}
-            assert bool(arena_blocks) == (group.num_arena_blocks > 0)
-            if arena_blocks:  # of a pool that groups of documents share which have common rows
+            arena_rows = {
+                entry // 2 + row - start
+                for start, entry in zip(range(64 * group.first_block, group.kv_end, 64), entries, strict=True)
+                for row in range(max(start, group.kv_begin), min(start + 64, group.kv_end))
+                if entry % 2
+            }
+            assert bool(arena_rows) == (group.num_arena_rows > 0)
+            if arena_rows:  # of a pool that groups of documents share which have common rows
                 places, first = pools.setdefault((group.forward_k, group.forward_v), (set(), group))
                 assert (first[13:18], heads_of(first)) == (group[13:18], heads_of(group))
                 assert first == group or self.branches
-                places |= arena_blocks
+                places |= arena_rows
             assert (group.round == -1) == (index < tables.header.num_local_groups)
         for places, group in pools.values():
-            assert places == set(range(group.num_arena_blocks))
+            assert places == set(range(group.num_arena_rows))
         rounds = [group.round for group in tables.groups if group.round >= 0]
         assert rounds == sorted(rounds) and set(rounds) == set(range(len(set(rounds)))) and len(set(rounds)) <= ROUNDS
         assert (next_task, next_block, next_grad) == (len(tables.tasks), len(tables.blocks), len(tables.grads))
@@ -210,11 +215,11 @@ class Simulation:
             assert (group.retained_v >= 0) == kept
             if not kept:
                 continue
-            assert group.num_arena_blocks > 0 and (group.backward_k, group.backward_v) == (-1, -1)
+            assert group.num_arena_rows > 0 and (group.backward_k, group.backward_v) == (-1, -1)
             for tensor, offset, to in (
                 ("k", group.forward_k, group.retained_k), ("v", group.forward_v, group.retained_v)
             ):  # fmt: skip
-                size = 64 * group.num_arena_blocks * self._stride(heads_of(group), FORWARD, True, tensor)
+                size = group.num_arena_rows * self._stride(heads_of(group), FORWARD, True, tensor)
                 extents.append((to, to + size))
                 for at, label in self.arena[server].items():
                     if offset <= at < offset + size:
