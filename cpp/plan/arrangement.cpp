@@ -234,13 +234,13 @@ class Arranger {
   void for_each_part(const Group& g, const Visit& visit) const {
     const auto of_others = layout_.shared(g.document);
     const int64_t first = layout_.first_row(g.document);
-    const Shared own = {g.document, first, g.document, first, g.kv_end};
+    const SharedRows own = {g.document, first, g.document, first, g.kv_end};
     auto rows = of_others.begin();
     const auto cut = [&](int64_t block, int64_t end) {
       while (block < end) {
         const int64_t row = std::max(block * block_rows_, g.kv_begin);
         while (rows != of_others.end() && rows->at + rows->num_rows() <= row) ++rows;
-        const Shared& here = rows == of_others.end() ? own : *rows;
+        const SharedRows& here = rows == of_others.end() ? own : *rows;
         const int64_t end_row = here.at + here.num_rows();
         const int64_t inside = end_row >= g.kv_end ? end : std::min(end, end_row / block_rows_);
         const int64_t next = std::max(inside, block + 1);
@@ -265,7 +265,7 @@ class Arranger {
     arrived_.clear();
     placed_.clear();
     for (Group& g : waiting) {
-      for_each_part(g, [&](int64_t begin, int64_t end, const Shared* rows) {
+      for_each_part(g, [&](int64_t begin, int64_t end, const SharedRows* rows) {
         if (g.pool < 0) g.pool = shares_keys(g) ? shared_pool(g) : new_pool();
         if (rows == nullptr) return;
         const auto [first, last] = visible_rows(g, begin, end);
@@ -285,7 +285,7 @@ class Arranger {
   void place_blocks(Group& g) {
     g.arena_begin = a_.arena_blocks.size();
     g.arrival_begin = a_.arrivals.size();
-    for_each_part(g, [&](int64_t begin, int64_t end, const Shared* rows) {
+    for_each_part(g, [&](int64_t begin, int64_t end, const SharedRows* rows) {
       const auto [first, last] = visible_rows(g, begin, end);
       if (rows == nullptr) {
         add_blocks(g, begin, end, put_together(g, begin) - (first - begin * block_rows_));

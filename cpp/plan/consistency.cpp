@@ -61,7 +61,7 @@ std::span<const Held> Checker::held(int64_t document) const {
 
 std::vector<Held> Checker::held_keys(int64_t document) const {
   std::vector<Held> keys;
-  for (const Shared& s : slice_.shared(document))
+  for (const SharedRows& s : slice_.shared(document))
     for_each_held(s.of, s.begin, s.end, [&](int64_t begin, int64_t end, int64_t row) {
       keys.push_back({s.of, begin + s.shift(), end + s.shift(), row});
     });

@@ -88,7 +88,7 @@ class Fitter {
   void keep_documents_at_home(int64_t rank) {
     for (const Placement& p : layout_.placements()) {
       if (p.rank != rank) continue;
-      layout_.for_each_reader(p.document, [&](const Shared& reader) {
+      layout_.for_each_reader(p.document, [&](const SharedRows& reader) {
         for (const Placement& other : layout_.placements(reader.document))
           allowed_.out[static_cast<size_t>(other.rank)] = 0;
       });

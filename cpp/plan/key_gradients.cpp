@@ -43,7 +43,7 @@ class Splitter {
 
   void split(int64_t document) {
     by_heads_.clear();
-    layout_.for_each_reader(document, [&](const Shared& rows) {
+    layout_.for_each_reader(document, [&](const SharedRows& rows) {
       for (uint32_t i : a_.groups_of_document[rows.document]) {
         const int64_t begin = std::max(a_.groups[i].kv_begin - rows.shift(), rows.begin);
         const int64_t end = std::min(a_.groups[i].kv_end - rows.shift(), rows.end);

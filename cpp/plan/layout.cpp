@@ -96,7 +96,7 @@ Block emptiest_block(const std::vector<int64_t>& used, size_t n) {
 
 }  // namespace
 
-Layout::Layout(std::vector<std::vector<Segment>> ranks, std::vector<Branch> branches, std::vector<Shared> shared)
+Layout::Layout(std::vector<std::vector<Segment>> ranks, std::vector<Branch> branches, std::vector<SharedRows> shared)
     : ranks_(std::move(ranks)) {
   require(!ranks_.empty() && ranks_.size() <= static_cast<size_t>(kMaxRanks), "layout: ", ranks_.size(),
           " ranks; 1 to ", kMaxRanks, " are allowed");
@@ -117,7 +117,7 @@ Layout::Layout(std::vector<std::vector<Segment>> ranks, std::vector<Branch> bran
   });
   std::vector<int64_t> begin_with_others;
   for (const Branch& b : branches) begin_with_others.push_back(b.document);
-  for (const Shared& s : shared) begin_with_others.push_back(s.document);
+  for (const SharedRows& s : shared) begin_with_others.push_back(s.document);
   std::ranges::sort(begin_with_others);
   for (const Placement& p : placements) {
     const int64_t next = num_documents();
@@ -144,12 +144,12 @@ Layout::Layout(std::vector<std::vector<Segment>> ranks, std::vector<Branch> bran
 }
 
 /// Finds which rows of others each document begins with. Those of branches are rows that their parents have.
-void Layout::add_shared(const std::vector<Branch>& branches, std::vector<Shared> shared) {
+void Layout::add_shared(const std::vector<Branch>& branches, std::vector<SharedRows> shared) {
   const int64_t n = num_documents();
   const auto own = [&](int64_t document) { return placements_[document].front().begin; };
   const auto length = [&](int64_t document) { return document_lengths_[static_cast<size_t>(document)]; };
-  std::ranges::stable_sort(shared, {}, &Shared::document);
-  for (const Shared& s : shared) {
+  std::ranges::stable_sort(shared, {}, &SharedRows::document);
+  for (const SharedRows& s : shared) {
     require(s.document >= 0 && s.document < n && s.of >= 0 && s.of < n, "layout: document ", s.document,
             " begins with rows of document ", s.of, "; 0 to ", n - 1, " are allowed");
     require(own(s.of) <= s.begin && s.begin < s.end && s.end <= length(s.of), "layout: document ", s.document,
@@ -161,14 +161,14 @@ void Layout::add_shared(const std::vector<Branch>& branches, std::vector<Shared>
     require(b.document >= 0 && b.document < n && b.parent >= 0 && b.parent < n, "layout: document ", b.document,
             " branches off document ", b.parent, "; 0 to ", n - 1, " are allowed");
     int64_t& parent = parents[static_cast<size_t>(b.document)];
-    require(parent < 0 && !std::ranges::binary_search(shared, b.document, {}, &Shared::document), "layout: document ",
-            b.document, " branches off two documents, or off one and begins with rows of others");
+    require(parent < 0 && !std::ranges::binary_search(shared, b.document, {}, &SharedRows::document),
+            "layout: document ", b.document, " branches off two documents, or off one and begins with rows of others");
     require(own(b.parent) < own(b.document) && own(b.document) <= length(b.parent), "layout: document ", b.document,
             ", whose first row is ", own(b.document), ", branches off document ", b.parent, ", which has rows [",
             own(b.parent), ", ", length(b.parent), "); it has to have the row before that one");
     parent = b.parent;
   }
-  std::vector<Shared> rows;  // of what a branch has, from the last one to the first
+  std::vector<SharedRows> rows;  // of what a branch has, from the last one to the first
   for (int64_t document = 0; document < n; ++document) {
     rows.clear();
     int64_t d = document;
@@ -176,18 +176,18 @@ void Layout::add_shared(const std::vector<Branch>& branches, std::vector<Shared>
       d = parents[static_cast<size_t>(d)];
       rows.push_back({document, 0, d, own(d), end});
     }
-    const auto said = std::ranges::equal_range(shared, d, {}, &Shared::document);
+    const auto said = std::ranges::equal_range(shared, d, {}, &SharedRows::document);
     shared_.next();
     int64_t found = 0;
     const auto add = [&](int64_t of, int64_t begin, int64_t end) {
-      Shared* const last = found > 0 ? &shared_.last() : nullptr;
+      SharedRows* const last = found > 0 ? &shared_.last() : nullptr;
       if (last != nullptr && last->of == of && last->end == begin)
         last->end = end;
       else
         shared_.add({document, found, of, begin, end});
       found += end - begin;
     };
-    for (const Shared& s : said) add(s.of, s.begin, s.end);
+    for (const SharedRows& s : said) add(s.of, s.begin, s.end);
     for (auto s = rows.rbegin(); s != rows.rend(); ++s) add(s->of, s->begin, s->end);
     require(found == own(document), "layout: document ", document, " begins with ", found,
             " rows of others; its own begin at row ", own(document));
@@ -196,13 +196,13 @@ void Layout::add_shared(const std::vector<Branch>& branches, std::vector<Shared>
 
 /// Checks that no document has a row twice.
 void Layout::check_shared() const {
-  std::vector<Shared> sorted;
+  std::vector<SharedRows> sorted;
   for (int64_t document = 0; document < num_documents(); ++document) {
     const auto rows = shared_[document];
     sorted.assign(rows.begin(), rows.end());
-    std::ranges::sort(sorted, {}, [](const Shared& s) { return std::pair(s.of, s.begin); });
+    std::ranges::sort(sorted, {}, [](const SharedRows& s) { return std::pair(s.of, s.begin); });
     for (size_t i = 0; i < sorted.size(); ++i) {
-      const Shared& s = sorted[i];
+      const SharedRows& s = sorted[i];
       require(s.of != document, "layout: document ", document, " begins with its own row ", s.begin);
       require(i == 0 || s.of != sorted[i - 1].of || s.begin >= sorted[i - 1].end, "layout: document ", document,
               " begins with row ", s.begin, " of document ", s.of, " twice");
@@ -218,24 +218,28 @@ void Layout::find_clusters() {
       document = clusters_[static_cast<size_t>(document)] = cluster(cluster(document));
     return document;
   };
-  for (const Shared& s : shared_.all()) {
+  for (const SharedRows& s : shared_.all()) {
     const int64_t a = find(s.document), b = find(s.of);
     clusters_[static_cast<size_t>(std::max(a, b))] = std::min(a, b);
   }
-  for (int64_t& c : clusters_) c = cluster(c);  // ascending: that of a lower number is found already
+  std::vector<int64_t> sizes(clusters_.size(), 0);
+  for (int64_t& c : clusters_) {
+    c = cluster(c);  // ascending: that of a lower number is found already
+    largest_cluster_ = std::max(largest_cluster_, ++sizes[static_cast<size_t>(c)]);
+  }
 }
 
 /// Finds where the keys of each document lie, and which documents have its rows.
 void Layout::find_keys() {
   const auto n = static_cast<size_t>(num_documents());
-  std::vector<std::vector<Shared>> readers(n);
-  std::vector<Shared> rows;
+  std::vector<std::vector<SharedRows>> readers(n);
+  std::vector<SharedRows> rows;
   for (int64_t document = 0; document < num_documents(); ++document) {
     const int64_t first = first_row(document);
     rows.assign(shared_[document].begin(), shared_[document].end());
     rows.push_back({document, first, document, first, document_lengths_[static_cast<size_t>(document)]});
     key_placements_.next();
-    for (const Shared& s : rows) {
+    for (const SharedRows& s : rows) {
       readers[static_cast<size_t>(s.of)].push_back(s);
       if (first == 0) continue;
       const auto of_owner = placements(s.of);
@@ -248,13 +252,13 @@ void Layout::find_keys() {
         key_placements_.add(part);
       }
     }
-    std::ranges::sort(rows, {}, [](const Shared& s) { return std::pair(s.of, s.begin); });
+    std::ranges::sort(rows, {}, [](const SharedRows& s) { return std::pair(s.of, s.begin); });
     by_owner_.next();
-    for (const Shared& s : rows) by_owner_.add(s);
+    for (const SharedRows& s : rows) by_owner_.add(s);
   }
-  for (const std::vector<Shared>& of_document : readers) {
+  for (const std::vector<SharedRows>& of_document : readers) {
     readers_.next();
-    for (const Shared& s : of_document) readers_.add(s);
+    for (const SharedRows& s : of_document) readers_.add(s);
   }
 }
 
@@ -266,7 +270,7 @@ void Layout::add_common(int64_t document, int64_t other, int64_t from, int64_t t
   }
   const auto of_document = by_owner_[document];
   auto first = of_document.begin();
-  for (const Shared& theirs : by_owner_[other]) {
+  for (const SharedRows& theirs : by_owner_[other]) {
     const int64_t begin = std::max(theirs.begin, from - theirs.shift());
     const int64_t end = std::min(theirs.end, to - theirs.shift());
     if (begin >= end) continue;
@@ -421,7 +425,7 @@ Layout Layout::join(const std::vector<Part>& parts, int64_t num_ranks) {
   std::vector<std::vector<Segment>> ranks(static_cast<size_t>(num_ranks));
   std::vector<char> taken(ranks.size(), 0);
   std::vector<std::pair<int64_t, BidirectionalRows>> bidirectional;
-  std::vector<Shared> shared;
+  std::vector<SharedRows> shared;
   int64_t num_documents = 0;
   for (const Part& part : parts) {
     require(std::ssize(part.ranks) == part.layout->num_ranks(), "layout: a part of ", part.layout->num_ranks(),
@@ -439,7 +443,7 @@ Layout Layout::join(const std::vector<Part>& parts, int64_t num_ranks) {
     for (int64_t document = 0; document < part.layout->num_documents(); ++document)
       for (const BidirectionalRows& rows : part.layout->bidirectional(document))
         bidirectional.emplace_back(num_documents + document, rows);
-    for (Shared s : part.layout->shared()) {
+    for (SharedRows s : part.layout->shared()) {
       s.document += num_documents;
       s.of += num_documents;
       shared.push_back(s);

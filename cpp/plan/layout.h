@@ -47,14 +47,14 @@ struct Placement {
 };
 
 /// Rows [begin, end) of document `of`, its own, which `document` has from its row `at` on.
-struct Shared {
+struct SharedRows {
   int64_t document = 0, at = 0;
   int64_t of = 0, begin = 0, end = 0;
 
   int64_t num_rows() const { return end - begin; }
   /// What a row of `of` is later in `document`.
   int64_t shift() const { return at - begin; }
-  bool operator==(const Shared&) const = default;
+  bool operator==(const SharedRows&) const = default;
 };
 
 /// A document that begins with all rows that another one, `parent`, has before the first row of its own.
@@ -86,11 +86,11 @@ class ByDocument {
 
 /// Which rows every rank holds. The constructor checks that documents are numbered 0 .. n-1 and that the segments of
 /// each document tile [0, length) exactly, or [first_row, length) if it begins with rows of other documents. These are
-/// the ones that `shared` says, in that order (`at` does not count), or those of a parent.
+/// the ones that `shared` says, in that order (`at` is ignored), or those of a parent.
 class DISTCA_EXPORT Layout {
  public:
   explicit Layout(std::vector<std::vector<Segment>> ranks, std::vector<Branch> branches = {},
-                  std::vector<Shared> shared = {});
+                  std::vector<SharedRows> shared = {});
 
   /// Data parallel: every rank holds whole documents, numbered over the ranks in order.
   static Layout from_documents(const std::vector<std::vector<int64_t>>& lengths);
@@ -131,9 +131,9 @@ class DISTCA_EXPORT Layout {
   /// All segments of one document, in ascending order.
   std::span<const Placement> placements(int64_t document) const { return placements_[document]; }
   /// The rows of others that documents begin with, by document and `at`. Ranges that continue one another are one.
-  std::span<const Shared> shared() const { return shared_.all(); }
-  std::span<const Shared> shared(int64_t document) const {
-    return shared_.empty() ? std::span<const Shared>() : shared_[document];
+  std::span<const SharedRows> shared() const { return shared_.all(); }
+  std::span<const SharedRows> shared(int64_t document) const {
+    return shared_.empty() ? std::span<const SharedRows>() : shared_[document];
   }
   bool has_shared() const { return !shared_.empty(); }
   /// The first row of a document that is its own; 0 unless it begins with rows of others.
@@ -143,6 +143,8 @@ class DISTCA_EXPORT Layout {
   int64_t cluster(int64_t document) const {
     return shared_.empty() ? document : clusters_[static_cast<size_t>(document)];
   }
+  /// How many documents the largest cluster has; 1 if no document begins with rows of others.
+  int64_t largest_cluster() const { return largest_cluster_; }
   /// Whether rows of the document see those of another one, or the other way round.
   bool shares_rows(int64_t document) const {
     return has_shared() && (first_row(document) > 0 || readers_[document].size() > 1);
@@ -155,12 +157,12 @@ class DISTCA_EXPORT Layout {
   /// Adds to `found` the rows [begin, end) of a document that rows [from, to) of another one are, too.
   void add_common(int64_t document, int64_t other, int64_t from, int64_t to,
                   std::vector<std::pair<int64_t, int64_t>>& found) const;
-  /// Calls visit(Shared) for all rows of a document that it has itself, and that others have.
+  /// Calls visit(SharedRows) for all rows of a document that it has itself, and that others have.
   template <class Visit>
   void for_each_reader(int64_t document, const Visit& visit) const {
     if (shared_.empty())
-      return visit(Shared{document, 0, document, 0, document_lengths_[static_cast<size_t>(document)]});
-    for (const Shared& rows : readers_[document]) visit(rows);
+      return visit(SharedRows{document, 0, document, 0, document_lengths_[static_cast<size_t>(document)]});
+    for (const SharedRows& rows : readers_[document]) visit(rows);
   }
 
   /// The rows of a document that see each other besides what its mask lets them see, in ascending order.
@@ -171,7 +173,7 @@ class DISTCA_EXPORT Layout {
   bool has_bidirectional() const { return !bidirectional_.empty(); }
 
  private:
-  void add_shared(const std::vector<Branch>& branches, std::vector<Shared> shared);
+  void add_shared(const std::vector<Branch>& branches, std::vector<SharedRows> shared);
   void check_shared() const;
   void find_clusters();
   void find_keys();
@@ -181,10 +183,11 @@ class DISTCA_EXPORT Layout {
   std::vector<int64_t> document_lengths_;
   ByDocument<Placement> placements_;
   // These are empty if no document begins with rows of others.
-  ByDocument<Shared> shared_;
-  ByDocument<Shared> by_owner_;           // the same and its own rows, by `of` and `begin`
-  ByDocument<Shared> readers_;            // the same, of each `of`, by `document` and `at`
-  std::vector<int64_t> clusters_;         // by document
+  ByDocument<SharedRows> shared_;
+  ByDocument<SharedRows> by_owner_;  // of each document, and its own rows, by `of` and `begin`
+  ByDocument<SharedRows> readers_;   // the same, of each `of`, by `document` and `at`
+  std::vector<int64_t> clusters_;    // by document
+  int64_t largest_cluster_ = 1;
   ByDocument<Placement> key_placements_;  // of documents that begin with rows of others
 
   ByDocument<BidirectionalRows> bidirectional_;  // empty if no document has any

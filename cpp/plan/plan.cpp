@@ -86,6 +86,10 @@ Header common_header(const Layout& layout, const PlanOptions& options, int64_t s
   return header;
 }
 
+/// Where heads of one document go apart, those of all documents of its cluster are cut. In a cluster of more documents
+/// than these, heads stay together: that many more tasks and tables cost more than the bytes that splitting saves.
+constexpr int64_t kMostSplitDocuments = 64;
+
 }  // namespace
 
 Plan::Plan(std::shared_ptr<const Layout> layout, const PlanOptions& options,
@@ -99,6 +103,7 @@ Plan::Plan(std::shared_ptr<const Layout> layout, const PlanOptions& options,
     draft_.arrangement = arrange(*layout_, options_, draft_.tasks);
     check_capacity(draft_.arrangement, options_.capacity);
   } else {
+    if (layout_->largest_cluster() > kMostSplitDocuments) options_.split_heads = false;
     draft_ = make_draft(*layout_, options_);
   }
   merge_rounds(draft_.arrangement, options_.heads, draft_.tasks,

@@ -91,7 +91,7 @@ class Filler {
       if (s.document != kPadding) documents.insert(s.document);
     for (auto t = first_task(); t != tasks_.end() && t->server == rank_; ++t) documents.insert(t->document);
     for (int64_t document : documents)
-      for (const Shared& rows : layout_.shared(document)) add(t_.shared, rows);
+      for (const SharedRows& rows : layout_.shared(document)) add(t_.shared, rows);
   }
 
   std::span<const Task>::iterator first_task() const {
@@ -211,7 +211,7 @@ class Filler {
   /// Sends keys of one of this rank's segments to the servers that need them, and copies those that lie in a block
   /// which this rank itself assembles.
   void send_keys(const Placement& segment) {
-    layout_.for_each_reader(segment.document, [&](const Shared& rows) {
+    layout_.for_each_reader(segment.document, [&](const SharedRows& rows) {
       Placement seen = segment.within(rows.begin, rows.end);
       if (seen.begin >= seen.end) return;
       seen.begin += rows.shift();

@@ -23,7 +23,7 @@ using Rows = std::vector<Row, RowAllocator<Row>>;
 /// Everything that one rank does in a step. Its slice is made from this.
 struct SliceTables {
   std::vector<ScoresRow> scores;
-  Rows<Shared> shared;
+  Rows<SharedRows> shared;
   std::vector<BidirectionalRows> bidirectional;  // of each document that has a group, ascending
   Rows<GroupRow> groups;
   Rows<TaskRow> tasks;

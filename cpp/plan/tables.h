@@ -307,7 +307,7 @@ constexpr TensorKind kind_of_sum(TensorKind kind) {
 /// The number of words of one row, for each table.
 inline constexpr std::array<int64_t, kNumTables> kRowWords = {1,
                                                               sizeof(ScoresRow) / 8,
-                                                              sizeof(Shared) / 8,
+                                                              sizeof(SharedRows) / 8,
                                                               sizeof(BidirectionalRows) / 8,
                                                               sizeof(GroupRow) / 8,
                                                               sizeof(TaskRow) / 8,
@@ -332,10 +332,10 @@ class SliceView {
     return {h.q_heads, h.kv_heads, h.dim, h.v_dim, static_cast<DType>(h.dtype)};
   }
   std::span<const int64_t> rank_digests() const { return table<int64_t>(kRankDigests); }
-  std::span<const Shared> shared() const { return table<Shared>(kShared); }
+  std::span<const SharedRows> shared() const { return table<SharedRows>(kShared); }
   /// The rows of others that a document begins with, ascending by `at`.
-  std::span<const Shared> shared(int64_t document) const {
-    const auto found = std::ranges::equal_range(shared(), document, {}, &Shared::document);
+  std::span<const SharedRows> shared(int64_t document) const {
+    const auto found = std::ranges::equal_range(shared(), document, {}, &SharedRows::document);
     return {found.begin(), found.end()};
   }
   /// The first row of a document that is its own.
@@ -348,7 +348,7 @@ class SliceView {
   template <class Visit>
   void for_each_owner(int64_t document, int64_t begin, int64_t end, const Visit& visit) const {
     const auto rows = shared(document);
-    auto s = std::ranges::upper_bound(rows, begin, {}, [](const Shared& r) { return r.at + r.num_rows(); });
+    auto s = std::ranges::upper_bound(rows, begin, {}, [](const SharedRows& r) { return r.at + r.num_rows(); });
     for (; s != rows.end() && begin < end; ++s) {
       const int64_t next = std::min(end, s->at + s->num_rows());
       visit(s->of, begin - s->shift(), next - begin);

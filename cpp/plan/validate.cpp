@@ -93,8 +93,8 @@ class Validator {
     for (const GroupRow& g : view_.groups()) needed.insert(g.document);
     for (const SegmentRow& s : view_.segments()) needed.insert(s.document);
     int64_t document = kPadding, at = 0;
-    std::vector<Shared> sorted(view_.shared().begin(), view_.shared().end());
-    for (const Shared& s : view_.shared()) {
+    std::vector<SharedRows> sorted(view_.shared().begin(), view_.shared().end());
+    for (const SharedRows& s : view_.shared()) {
       if (s.document != document) at = 0;
       check_plan(s.document >= document && s.document >= 0 && s.at == at && s.of >= 0 && s.of != s.document &&
                      s.begin >= 0 && s.begin < s.end && s.end <= kMaxRows && at + s.num_rows() <= kMaxRows,
@@ -105,7 +105,7 @@ class Validator {
       document = s.document;
       at += s.num_rows();
     }
-    std::ranges::sort(sorted, {}, [](const Shared& s) { return std::tuple(s.document, s.of, s.begin); });
+    std::ranges::sort(sorted, {}, [](const SharedRows& s) { return std::tuple(s.document, s.of, s.begin); });
     for (size_t i = 1; i < sorted.size(); ++i)
       check_plan(sorted[i].document != sorted[i - 1].document || sorted[i].of != sorted[i - 1].of ||
                      sorted[i].begin >= sorted[i - 1].end,

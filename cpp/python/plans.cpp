@@ -27,7 +27,7 @@ std::shared_ptr<plan::Layout> layout_from_tuples(const std::vector<std::vector<S
     for (const auto& [document, begin, end] : ranks[r]) segments[r].push_back({document, begin, end});
   std::vector<plan::Branch> given;
   for (const auto& [document, parent] : branches) given.push_back({document, parent});
-  std::vector<plan::Shared> rows;
+  std::vector<plan::SharedRows> rows;
   for (const auto& [document, of, begin, end] : shared) rows.push_back({document, 0, of, begin, end});
   return std::make_shared<plan::Layout>(std::move(segments), std::move(given), std::move(rows));
 }
@@ -178,7 +178,7 @@ void bind_layout(py::module_& m) {
       .def_property_readonly("shared",
                              [](const plan::Layout& l) {
                                std::vector<SharedTuple> rows;
-                               for (const plan::Shared& s : l.shared())
+                               for (const plan::SharedRows& s : l.shared())
                                  rows.emplace_back(s.document, s.of, s.begin, s.end);
                                return rows;
                              })

@@ -37,7 +37,7 @@ class Beginnings {
   /// Whether two documents begin with the same rows of others. Numbers of documents do not count: it is the same one if
   /// the same of this rank's segments is its first, or if this rank has none of it.
   static bool are_alike(const Beginnings& a, int64_t of_a, const Beginnings& b, int64_t of_b) {
-    const auto same = [&](const plan::Shared& x, const plan::Shared& y) {
+    const auto same = [&](const plan::SharedRows& x, const plan::SharedRows& y) {
       return x.at == y.at && x.begin == y.begin && x.end == y.end && a.first_segment(x.of) == b.first_segment(y.of);
     };
     return std::ranges::equal(a.slice_.shared(of_a), b.slice_.shared(of_b), same);

@@ -126,8 +126,8 @@ FAULTS = [
     Fault(
         "keys before a window are not fetched",
         TABLES,
-        "std::max({segment.begin, g.kv_begin, first_row})",
-        "std::max({segment.begin, g.kv_begin + (g.kv_begin > 0), first_row})",
+        "const Placement rows = segment.within(arrival.begin, arrival.end);",
+        "const Placement rows = segment.within(arrival.begin + (g.kv_begin > 0 ? 1 : 0), arrival.end);",
         (PLAN, EXACT),
     ),
     Fault(

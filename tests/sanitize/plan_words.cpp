@@ -81,7 +81,7 @@ std::vector<Plan> make_plans() {
   const auto merged = std::make_shared<Layout>(
       std::vector<std::vector<Segment>>{{{0, 0, 90}, {2, 120, 160}}, {{1, 70, 110}, {3, 100, 130}}, {{2, 160, 170}}},
       std::vector<Branch>{},
-      std::vector<Shared>{
+      std::vector<SharedRows>{
           {1, 0, 0, 20, 90}, {2, 0, 1, 70, 110}, {2, 0, 0, 0, 80}, {3, 0, 2, 130, 160}, {3, 0, 0, 10, 80}});
   plans.emplace_back(merged, o);
   return plans;

@@ -472,29 +472,32 @@ class Layout:
 
 def checked_branches(name: str, branches: Any) -> list[tuple[int, int, int, int]]:
     """The branches as rows (document, of, begin, end), with begin and end -1 where all rows of another one are meant.
-    Raises InvalidArgumentError, whose text begins with the name, if they are no mapping of numbers.
+    Raises InvalidArgumentError, whose text begins with the name, for what are no branches.
     """
-    found = []
-    given: list[tuple[Any, Any]] = list(branches.items()) if isinstance(branches, Mapping) else [(None, branches)]
-    for document, begins in given:
-        is_other = is_whole(begins, 0)
-        ranges = [(begins, -1, -1)] if is_other else begins
-        if not is_whole(document, 0) or not (is_other or _are_rows(ranges)):
-            raise InvalidArgumentError(
-                f"{name}: branches = {branches!r}; a mapping of documents to what they begin with is expected: to "
-                "another document, as in {1: 0, 2: 0}, or to rows of others, as in {2: [(0, 0, 100), (1, 0, 50)]}"
-            )
-        found += [(index(document), index(of), index(begin), index(end)) for of, begin, end in ranges]
-    return found
-
-
-def _are_rows(ranges: Any) -> bool:
-    """Whether these are rows (document, begin, end), at least one range of them."""
-    return (
-        isinstance(ranges, Sequence)
-        and len(ranges) > 0
-        and all(isinstance(one, Sequence) and len(one) == 3 and all(is_whole(n, 0) for n in one) for one in ranges)
+    expected = (
+        "a mapping of documents to what they begin with is expected: to another document, as in {1: 0, 2: 0}, or to "
+        "rows of others, as in {2: [(0, 0, 100), (1, 0, 50)]}"
     )
+    if not isinstance(branches, Mapping):
+        raise InvalidArgumentError(f"{name}: branches = {branches!r}; {expected}")
+    found = []
+    for document, begins in branches.items():
+        if is_whole(document, 0) and is_whole(begins, 0):
+            found.append((index(document), index(begins), -1, -1))
+            continue
+        ranges = list(begins) if isinstance(begins, Iterable) and not isinstance(begins, str) else []
+        rows = [list(one) if isinstance(one, Iterable) else [] for one in ranges]
+        if not is_whole(document, 0) or not rows:
+            raise InvalidArgumentError(f"{name}: branches = {{..., {document!r}: {begins!r}}}; {expected}")
+        for one, numbers in zip(ranges, rows, strict=True):
+            if len(numbers) != 3 or not all(is_whole(n, 0) for n in numbers):
+                raise InvalidArgumentError(
+                    f"{name}: branches: document {document} begins with {one!r}; integers (document, begin, end) from "
+                    "0 on are expected"
+                )
+            of, begin, end = map(index, numbers)
+            found.append((index(document), of, begin, end))
+    return found
 
 
 def _core(segments: list[list[tuple[int, int, int]]], branches: list[tuple[int, int, int, int]]) -> _C.Layout:

@@ -80,7 +80,7 @@ def plan(
         tolerance: how far the *largest* load may be above the mean, as a fraction of it, 0 to 1.
         balance: False computes every row at home. Remote keys of split documents are still fetched.
         split_heads: whether ranges of a document's key/value heads may go to different servers. This often moves fewer
-            bytes than rows do.
+            bytes than rows do. Where more than 64 documents share rows, directly or over others, heads stay together.
         min_rows: the fewest rows of a piece that is cut off a document. Smaller pieces are cut only if the tolerance
             cannot be met otherwise.
         objective: the messages whose bytes are kept few: ``"all"`` four, or those of the ``"forward"`` pass.

@@ -164,7 +164,10 @@ class TellsSegments(Telling):
                 if not {document, *of_others} <= set(documents):
                     raise InvalidArgumentError(f"{tells}; the ranks have rows of {documents}")
                 if branches.setdefault(document, begins) != begins:
-                    raise InvalidArgumentError(f"{tells}; a rank before it: {_begins_with(branches[document])}")
+                    raise InvalidArgumentError(
+                        f"{tells}; a rank before it: {_begins_with(branches[document])}. All ranks are expected to "
+                        "tell the same, in the same form"
+                    )
         numbered = {
             numbers[document]: numbers[begins]
             if isinstance(begins, int)
@@ -199,8 +202,11 @@ class TellsSegments(Telling):
             if begin < 0:
                 branches[document] = of
             else:
-                branches[document] = ranges.setdefault(document, [])
-                ranges[document].append((of, begin, end))
+                told = branches[document] = ranges.setdefault(document, [])
+                if told and (told[-1][0], told[-1][2]) == (of, begin):  # they continue the last ones
+                    told[-1] = (of, told[-1][1], end)
+                else:
+                    told.append((of, begin, end))
         return branches, [(words[i], words[i + 1], words[i + 2]) for i in range(first, len(words), 3)]
 
 
