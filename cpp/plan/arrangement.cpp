@@ -225,7 +225,7 @@ class Arranger {
 
   // ---- rows from other homes ----
 
-  /// Whose rows: a document's own, and where they go (a pool, or the first head).
+  /// A document whose own rows they are, after what they go to: a pool, or heads from a first one on.
   using Owner = std::pair<int64_t, int64_t>;
 
   /// Calls visit(begin, end, rows) for key blocks [begin, end) of a group that are not read in local segments. Their
@@ -293,10 +293,10 @@ class Arranger {
       }
       const int64_t own_first = first - rows->shift();
       const RowRanges::Range& run = runs_[{g.pool, rows->of}].at(own_first);
-      const int64_t before = run.number - run.begin;  // of a row in the pool, the row in its document
-      add_blocks(g, begin, end, before + own_first - (first - begin * block_rows_));
+      const int64_t later = run.number - run.begin;  // how much later in the pool a row of its document is
+      add_blocks(g, begin, end, later + own_first - (first - begin * block_rows_));
       arrived_[{g.pool, rows->of}].add(own_first, last - rows->shift(), [&](int64_t row, int64_t end_row) {
-        add_arrival(g, {row + rows->shift(), end_row + rows->shift(), before + row});
+        add_arrival(g, {row + rows->shift(), end_row + rows->shift(), later + row});
       });
     });
     g.arena_end = a_.arena_blocks.size();
