@@ -130,7 +130,7 @@ FAULTS = [
         ARRANGEMENT,
         "placed_.try_emplace(rows_of_block_, num_blocks).first->second",
         "num_blocks",
-        (EXACT,),
+        (MERGED,),
     ),
     Fault(
         "branches: a block of which a group has some rows is taken for another group's",
