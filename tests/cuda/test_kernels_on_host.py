@@ -50,6 +50,11 @@ def test_forward_is_right_over_more_keys_than_the_producer_knows_blocks_of_at_a_
     _run(program, "long", 64, 64, "bfloat16", 1, 2)
 
 
+def test_groups_add_to_gradients_in_their_order_whatever_the_blocks_in_which_they_have_the_rows(program: Path) -> None:
+    """Problems in which an item has to wait for several others, and for both of their warpgroups."""
+    _run(program, "backward", 64, 64, "bfloat16", 12, 11)
+
+
 @SHAPES
 def test_backward_is_right_and_dq_has_the_same_bits_in_the_deterministic_mode(
     program: Path, dim: int, v_dim: int, dtype: str, rounds: int
