@@ -12,12 +12,12 @@
 namespace distca::plan {
 namespace {
 
-/// Disjoint ranges of rows, each with a number.
+/// Disjoint ranges of rows.
 class RowRanges {
  public:
   struct Range {
     int64_t begin, end;
-    int64_t number = 0;
+    int64_t place = 0;  // where its first row lies, if anybody says so
   };
 
   /// Adds rows [begin, end). Calls visit(begin, end) for those that are new. Ranges that they touch become one.
@@ -275,7 +275,7 @@ class Arranger {
     for (auto& [owner, runs] : runs_) {
       int64_t& num_rows = a_.pools[static_cast<size_t>(owner.first)].num_rows;
       runs.for_each([&](RowRanges::Range& run) {
-        run.number = num_rows;
+        run.place = num_rows;
         num_rows += run.end - run.begin;
       });
     }
@@ -293,7 +293,7 @@ class Arranger {
       }
       const int64_t own_first = first - rows->shift();
       const RowRanges::Range& run = runs_[{g.pool, rows->of}].at(own_first);
-      const int64_t later = run.number - run.begin;  // how much later in the pool a row of its document is
+      const int64_t later = run.place - run.begin;  // how much later in the pool a row of its document is
       add_blocks(g, begin, end, later + own_first - (first - begin * block_rows_));
       arrived_[{g.pool, rows->of}].add(own_first, last - rows->shift(), [&](int64_t row, int64_t end_row) {
         add_arrival(g, {row + rows->shift(), end_row + rows->shift(), later + row});

@@ -244,13 +244,8 @@ void Layout::find_keys() {
       if (first == 0) continue;
       const auto of_owner = placements(s.of);
       auto p = std::ranges::upper_bound(of_owner, s.begin, {}, &Placement::end);
-      for (; p != of_owner.end() && p->begin < s.end; ++p) {
-        Placement part = p->within(s.begin, s.end);
-        part.begin += s.shift();
-        part.end += s.shift();
-        part.shift = s.shift();
-        key_placements_.add(part);
-      }
+      for (; p != of_owner.end() && p->begin < s.end; ++p)
+        key_placements_.add(p->within(s.begin, s.end).later(s.shift()));
     }
     std::ranges::sort(rows, {}, [](const SharedRows& s) { return std::pair(s.of, s.begin); });
     by_owner_.next();

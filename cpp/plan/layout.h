@@ -44,6 +44,14 @@ struct Placement {
     part.row += part.begin - begin;
     return part;
   }
+  /// The same rows as keys of a document that has them `by` rows later.
+  Placement later(int64_t by) const {
+    Placement keys = *this;
+    keys.begin += by;
+    keys.end += by;
+    keys.shift = by;
+    return keys;
+  }
 };
 
 /// Rows [begin, end) of document `of`, its own, which `document` has from its row `at` on.

@@ -212,11 +212,8 @@ class Filler {
   /// which this rank itself assembles.
   void send_keys(const Placement& segment) {
     layout_.for_each_reader(segment.document, [&](const SharedRows& rows) {
-      Placement seen = segment.within(rows.begin, rows.end);
-      if (seen.begin >= seen.end) return;
-      seen.begin += rows.shift();
-      seen.end += rows.shift();
-      send_keys(seen, rows.document);
+      const Placement seen = segment.within(rows.begin, rows.end);
+      if (seen.begin < seen.end) send_keys(seen.later(rows.shift()), rows.document);
     });
   }
   void send_keys(const Placement& segment, int64_t reader) {

@@ -333,8 +333,8 @@ FAULTS = [
     Fault(
         "branches: keys are sent to where their own document has them",
         SLICES,
-        "seen.begin += rows.shift();\n      seen.end += rows.shift();",
-        "",
+        "send_keys(seen.later(rows.shift()), rows.document);",
+        "send_keys(seen, rows.document);",
         (
             EXACT,
             PLAN,
@@ -426,8 +426,8 @@ FAULTS = [
     Fault(
         "branches: ranks may tell two beginnings of a document",
         "python/distca/planner/telling.py",
-        "if branches.setdefault(document, begins) != begins:",
-        "if branches.setdefault(document, begins) is None:",
+        "branches.setdefault(document, begins) != begins:",
+        "branches.setdefault(document, begins) is None:",
         (
             LAYOUT,
             MERGED,

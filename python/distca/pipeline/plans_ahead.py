@@ -54,7 +54,7 @@ class PipelinePlansAhead(Ahead[list[Batch] | None, PipelinePlans], Generic[Batch
             one call at a time.
         segments: in place of `lengths`, which rows of which documents are in a batch, as in `PlanAhead`.
         bidirectional: which rows of a batch's documents see those after them, too, as in `PlanAhead`.
-        branches: with `segments`, which documents share their first rows with which others, as in `PlanAhead`.
+        branches: with `segments`, which documents begin with rows of which others, as in `PlanAhead`.
         continues: whether the first document of a batch continues the last one of the rank before in the stage. Each
             rank then tells the length of its part. By default documents are whole.
         microbatches: micro-batches of an iteration.

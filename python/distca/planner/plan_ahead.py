@@ -43,8 +43,9 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
     the document. With `lengths` a rank numbers its documents from 0; of one that continues it tells no such rows. With
     `segments` it calls them as they do; of a document on several ranks any of these tells them, or several do.
 
-    With `segments`, `branches(batch) -> {document: other}` says which documents share their first rows with which
-    other ones (`Layout`, argument `branches`). Of a branch at least one rank tells it.
+    With `segments`, `branches(batch) -> {document: other}` says which documents begin with all rows of which other
+    ones, or with which rows of several (`Layout`, argument `branches`). Of a branch at least one rank tells it; all
+    that do tell the same.
 
     `transform` is what every rank makes of a step's layout before it plans, the same on all, such as
     ``lambda layout: layout.block_diffusion(32)``, which doubles rows, padding and idle ones among them.

@@ -159,15 +159,19 @@ class TellsSegments(Telling):
         branches: dict[int, Begins] = {}
         for rank, (told_branches, _) in enumerate(split):
             for document, begins in told_branches.items():
-                tells = f"{self._name}: rank {rank} tells that document {document} {_begins_with(begins)}"
                 of_others = [begins] if isinstance(begins, int) else [of for of, _, _ in begins]
-                if not {document, *of_others} <= set(documents):
-                    raise InvalidArgumentError(f"{tells}; the ranks have rows of {documents}")
-                if branches.setdefault(document, begins) != begins:
-                    raise InvalidArgumentError(
-                        f"{tells}; a rank before it: {_begins_with(branches[document])}. All ranks are expected to "
-                        "tell the same, in the same form"
+                if not all(one in numbers for one in (document, *of_others)):
+                    why = f"; the ranks have rows of {documents}"
+                elif branches.setdefault(document, begins) != begins:
+                    why = (
+                        f"; a rank before it: {_begins_with(branches[document])}. All ranks are expected to tell the "
+                        "same, in the same form"
                     )
+                else:
+                    continue
+                raise InvalidArgumentError(
+                    f"{self._name}: rank {rank} tells that document {document} {_begins_with(begins)}{why}"
+                )
         numbered = {
             numbers[document]: numbers[begins]
             if isinstance(begins, int)
