@@ -71,15 +71,16 @@ void Checker::check_sums() {
   }
   check_plan(h_.num_rounds == last_round + 1, "it says ", h_.num_rounds, " rounds and uses ", last_round + 1);
   std::sort(terms.begin(), terms.end(), [](const ReceiveRow* x, const ReceiveRow* y) {
-    return std::tuple(x->tensor, x->sum, x->round, x) < std::tuple(y->tensor, y->sum, y->round, y);
+    return std::tuple(x->sum, x->round, x) < std::tuple(y->sum, y->round, y);
   });
   for (size_t i = 0; i < terms.size();) {
     const ReceiveRow& first = *terms[i];
     const size_t begin = i;
-    for (; i < terms.size() && terms[i]->sum == first.sum && terms[i]->tensor == first.tensor; ++i) {
+    for (; i < terms.size() && terms[i]->sum == first.sum; ++i) {
       const bool assigns = terms[i]->action == static_cast<int64_t>(ReceiveAction::kAssign);
       check_plan(part_of(*terms[i]) == part_of(first) && (i == begin || !assigns),
                  "terms of one sum are not of the same rows, or start it twice");
+      check_plan(terms[i]->tensor == first.tensor, "terms of one sum are of two dtypes");
     }
     const auto kind = static_cast<int64_t>(kind_of_sum(static_cast<TensorKind>(first.tensor)));
     sums_.push_back({static_cast<int64_t>(Phase::kBackward), kind, first.sum, part_of(first), 0});

@@ -14,16 +14,25 @@ struct Seeing {
   uint32_t group = 0;
   int64_t begin = 0, end = 0;
   int64_t shift = 0;
+  size_t server = 0;  // index of the server among those that see rows of the document
+};
+
+/// A server, and what its groups see of the row where a document is cut.
+struct Server {
+  int64_t rank = 0;
+  std::vector<const Seeing*> seeing;
 };
 
 /// Rows of which the same groups write contributions. Others may add to these.
 struct Contributions {
   Placement rows;
   std::vector<const Seeing*> writers;  // by server
+  std::vector<const Seeing*> groups;   // of a sum: all that contribute to any of the rows
   bool is_sum = false;                 // whether several groups contribute
+  bool is_narrow = false;              // whether those of other ranks travel in the dtype of the heads
 
   bool goes_on_in(const Contributions& next) const {
-    return !writers.empty() && is_sum == next.is_sum && writers == next.writers;
+    return !writers.empty() && is_sum == next.is_sum && is_narrow == next.is_narrow && writers == next.writers;
   }
 };
 
@@ -58,49 +67,101 @@ class Splitter {
       const auto end = std::find_if(begin, by_heads_.end(), [&](const Seeing& s) {
         return group_of(s).kv_head_begin != group_of(*begin).kv_head_begin;
       });
-      split(document, {begin, end});
+      split(document, std::span<Seeing>(begin, end));
       begin = end;
     }
   }
 
   /// Cuts the rows of one document and head range where other groups begin to contribute. What further groups of a
   /// server add to the contribution of its first one makes no cut.
-  void split(int64_t document, std::span<const Seeing> groups) {
-    cuts_.clear();
-    for (const Seeing& s : groups) {
-      cuts_.push_back(s.begin);
-      cuts_.push_back(s.end);
-    }
-    std::sort(cuts_.begin(), cuts_.end());
+  void split(int64_t document, std::span<Seeing> groups) {
+    start(groups);
     for (const Placement& p : layout_.placements(document)) {
       Contributions all;
       for (int64_t row = p.begin; row < p.end;) {
         const auto cut = std::upper_bound(cuts_.begin(), cuts_.end(), row);
         const int64_t end = cut == cuts_.end() ? p.end : std::min(p.end, *cut);
-        Contributions next = contributions_to(groups, p.within(row, end));
+        go_to(row);
+        Contributions next = contributions_to(p.within(row, end));
         if (all.goes_on_in(next)) {
           all.rows.end = end;
+          all.groups.insert(all.groups.end(), joined_.begin(), joined_.end());
         } else {
-          add(groups, all);
+          add(all);
           all = std::move(next);
+          for (const Server& server : servers())
+            if (all.is_sum) all.groups.insert(all.groups.end(), server.seeing.begin(), server.seeing.end());
         }
         row = end;
       }
-      add(groups, all);
+      add(all);
     }
   }
 
-  /// What several groups of a server contribute is one contribution of it, in fp32, unless contributions travel in the
-  /// dtype of the heads.
-  Contributions contributions_to(std::span<const Seeing> groups, const Placement& rows) const {
-    Contributions found{rows, {}};
-    int64_t last = -1;  // server
-    for (const Seeing& s : groups) {
-      if (s.begin > rows.begin || rows.end > s.end) continue;
-      const int64_t server = group_of(s).server;
-      if (server != last || (options_.reduces_narrow() && server != rows.rank)) found.writers.push_back(&s);
-      found.is_sum = last >= 0;
-      last = server;
+  // ---- which groups see the row where a document is cut ----
+
+  void start(std::span<Seeing> groups) {
+    cuts_.clear();
+    num_servers_ = 0;
+    by_begin_.clear();
+    for (Seeing& s : groups) {
+      cuts_.push_back(s.begin);
+      cuts_.push_back(s.end);
+      by_begin_.push_back(&s);
+      const int64_t rank = group_of(s).server;
+      if (num_servers_ == 0 || servers_[num_servers_ - 1].rank != rank) {
+        if (num_servers_ == servers_.size()) servers_.emplace_back();
+        servers_[num_servers_].rank = rank;
+        servers_[num_servers_++].seeing.clear();
+      }
+      s.server = num_servers_ - 1;
+    }
+    by_end_ = by_begin_;
+    std::ranges::sort(cuts_);
+    std::ranges::sort(by_begin_, {}, &Seeing::begin);
+    std::ranges::sort(by_end_, {}, &Seeing::end);
+    num_begun_ = num_ended_ = 0;
+  }
+
+  std::span<const Server> servers() const { return std::span(servers_).first(num_servers_); }
+
+  /// Goes on to a row that is not before the last one.
+  void go_to(int64_t row) {
+    joined_.clear();
+    for (; num_begun_ < by_begin_.size() && by_begin_[num_begun_]->begin <= row; ++num_begun_) {
+      const Seeing* const s = by_begin_[num_begun_];
+      auto& seeing = servers_[s->server].seeing;
+      seeing.insert(std::ranges::upper_bound(seeing, s), s);
+      if (s->end > row) joined_.push_back(s);
+    }
+    for (; num_ended_ < by_end_.size() && by_end_[num_ended_]->end <= row; ++num_ended_) {
+      const Seeing* const s = by_end_[num_ended_];
+      auto& seeing = servers_[s->server].seeing;
+      seeing.erase(std::ranges::lower_bound(seeing, s));
+    }
+  }
+
+  /// What several groups of a server contribute is one contribution of it, in fp32. With a narrow `reduce_dtype` each
+  /// group has one of its own in the dtype of the heads, where these have fewer bytes.
+  Contributions contributions_to(const Placement& rows) const {
+    Contributions found{rows};
+    int64_t num_groups = 0, num_remote_groups = 0, num_remote_servers = 0;
+    for (const Server& server : servers()) {
+      const auto number = std::ssize(server.seeing);
+      num_groups += number;
+      if (server.rank == rows.rank || number == 0) continue;
+      num_remote_groups += number;
+      ++num_remote_servers;
+    }
+    found.is_sum = num_groups > 1;
+    // Never with a `reduce_dtype` of fp32.
+    found.is_narrow =
+        num_remote_groups * dtype_bytes(options_.reduce_dtype) < num_remote_servers * dtype_bytes(DType::kFloat32);
+    for (const Server& server : servers()) {
+      if (server.seeing.empty()) continue;
+      const bool all_write = found.is_narrow && server.rank != rows.rank;
+      found.writers.insert(found.writers.end(), server.seeing.begin(),
+                           all_write ? server.seeing.end() : server.seeing.begin() + 1);
     }
     return found;
   }
@@ -120,13 +181,14 @@ class Splitter {
   }
 
   /// Adds the gradients of rows to which the same groups contribute.
-  void add(std::span<const Seeing> groups, const Contributions& of) {
+  void add(Contributions& of) {
     const Placement& rows = of.rows;
     const auto is_own = [&](const Seeing* s) { return group_of(*s).server == rows.rank; };
     if (!of.is_sum) {
       for (const Seeing* s : of.writers) draft(*s, rows, is_own(s) ? GradTarget::kReturned : GradTarget::kArena);
       return;
     }
+    std::ranges::sort(of.groups);
     // The home's own contribution goes straight into the sum. Without one, the first contribution that arrives does.
     const auto own = std::ranges::find_if(of.writers, is_own);
     const Seeing* const starts = own == of.writers.end() ? of.writers.front() : *own;
@@ -135,8 +197,8 @@ class Splitter {
     a_.sums.push_back({rows.rank, is_own(starts) && of.writers.size() == 1, rows.row, rows.end - rows.begin,
                        g.kv_head_begin, g.kv_head_end, -1, -1});
     for (const Seeing* s : of.writers) {
-      // What starts a sum at its home is in fp32, as the sum is. All terms that are added have one dtype.
-      const bool narrow = options_.reduces_narrow() && !is_own(s);
+      // What starts a sum at its home is in fp32, as the sum is. All terms that come to it have one dtype.
+      const bool narrow = of.is_narrow && !is_own(s);
       const size_t written = drafts_.size();
       KeyGradient& gradient = draft(*s, rows, narrow ? GradTarget::kArena : GradTarget::kPartial);
       gradient.sum = sum;
@@ -144,11 +206,9 @@ class Splitter {
       gradient.place = num_places_++;
       if (narrow) continue;
       const int64_t server = group_of(*s).server;
-      for (const Seeing* next = s + 1; next != groups.data() + groups.size() && group_of(*next).server == server;
-           ++next) {
-        const Placement seen = rows.within(next->begin, next->end);
-        if (seen.begin >= seen.end) continue;
-        KeyGradient& added = draft(*next, seen, GradTarget::kAdded);
+      auto next = std::ranges::upper_bound(of.groups, s);
+      for (; next != of.groups.end() && group_of(**next).server == server; ++next) {
+        KeyGradient& added = draft(**next, rows.within((*next)->begin, (*next)->end), GradTarget::kAdded);
         added.sum = sum;
         added.place = drafts_[written].place;
         drafts_[written].last_round = added.last_round;  // groups of a server come by round
@@ -185,7 +245,13 @@ class Splitter {
   std::vector<KeyGradient> drafts_;
   int64_t num_places_ = 0;  // of contributions
   std::vector<Seeing> by_heads_;
+  // Of a document and head range.
   std::vector<int64_t> cuts_;
+  std::vector<const Seeing*> by_begin_, by_end_;
+  size_t num_begun_ = 0, num_ended_ = 0;
+  std::vector<Server> servers_;  // ascending; those of other documents, after num_servers_, keep their memory
+  size_t num_servers_ = 0;
+  std::vector<const Seeing*> joined_;  // those that begin to see where it is cut, and did not at the last cut
 };
 
 }  // namespace

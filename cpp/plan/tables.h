@@ -11,8 +11,8 @@
 //   dout                  [rows, q_heads, P] e    dq overwrites it in place
 //   lse, delta            [rows, q_heads] fp32
 //   k, v                  [blocks x key_block_rows, kv_heads, dim | v_dim] e
-//   dk, dv                [rows, kv_heads, dim | v_dim] e, or fp32 where several servers contribute, or several groups
-//                         of one, and the plan's contributions are in fp32; their sums, at home, always are
+//   dk, dv                [rows, kv_heads, dim | v_dim] e, or fp32 where several groups contribute, unless the plan's
+//                         contributions are narrow and these have fewer bytes; their sums, at home, always are
 //   out, dq come home     [rows, q_heads, v_dim | dim] e
 //
 // Where a server retains a group, k and v of the forward step lie in the rank's retained memory as they did in the
@@ -162,8 +162,8 @@ enum class ReceiveAction : int64_t {
   kAdd = 2,     // a further one
   kFinish = 3,  // no rows: a sum that this rank alone computes is done
 };
-/// Rows that come home, and what the home does with them. The terms of all sums of a slice have one dtype: fp32
-/// (kDkPartial, kDvPartial) or that of the heads (kDk, kDv). Where the action is kFinish, `peer` is the rank itself,
+/// Rows that come home, and what the home does with them. The terms of a sum have one dtype: fp32 (kDkPartial,
+/// kDvPartial) or that of the heads (kDk, kDv). Where the action is kFinish, `peer` is the rank itself,
 /// the tensor that of the sum, and `source` -1.
 struct ReceiveRow {
   int64_t round, peer, tensor, action;

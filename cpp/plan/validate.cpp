@@ -356,7 +356,6 @@ class Validator {
   }
 
   void check_receives(Phase p) const {
-    const ReceiveRow* term = nullptr;  // the last one
     for (const ReceiveRow& r : view_.receives(p)) {
       check_peer("receive", r.peer, r.round);
       check_heads("receive", r);
@@ -384,9 +383,6 @@ class Validator {
       }
       check_plan(is_partial(kind) || (kind >= TensorKind::kDk && view_.heads().dtype != DType::kFloat32),
                  "receive: tensor ", r.tensor, " is added");
-      check_plan(term == nullptr || is_partial(static_cast<TensorKind>(term->tensor)) == is_partial(kind),
-                 "receive: terms of sums are of two dtypes");
-      term = &r;
       check_extent("receive", p, Direction::kOut, kind_of_sum(kind), r, r.sum, r.num_rows);
     }
   }

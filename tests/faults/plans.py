@@ -82,7 +82,7 @@ FAULTS = [
     Fault(
         "contributions are rounded although fp32 is asked for",
         GRADIENTS,
-        "const bool narrow = options_.reduces_narrow() && !is_own(s);",
+        "const bool narrow = of.is_narrow && !is_own(s);",
         "const bool narrow = !is_own(s);",
         (REDUCE_DTYPE, PLAN),
     ),
@@ -94,10 +94,10 @@ FAULTS = [
         (REDUCE_DTYPE,),
     ),
     Fault(
-        "terms of two dtypes may be in a plan",
-        "cpp/plan/validate.cpp",
-        "      check_plan(term == nullptr ||",
-        "      check_plan(true ||",
+        "terms of a sum may be of two dtypes",
+        "cpp/plan/consistency_messages.cpp",
+        "check_plan(terms[i]->tensor == first.tensor,",
+        "check_plan(true,",
         (CONSISTENCY,),
     ),
     Fault(

@@ -81,7 +81,7 @@ void print(const Plan& plan) {
 }  // namespace
 
 int main() {
-  for (uint64_t seed = 0; seed < 48; ++seed) {
+  for (uint64_t seed = 0; seed < 24; ++seed) {
     Random random(seed);
     const int64_t num_ranks = 1 + random.below(24);
     const auto layout = std::make_shared<Layout>(make_layout(random, num_ranks));

@@ -325,16 +325,16 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "a term in fp32 is one of the input dtype": (
         lambda s: _first(
             s.receives[BACKWARD], _number("Receive", BACKWARD), "tensor", lambda r: r.tensor - 2,
-            lambda r: TENSORS[r.tensor] == "dk_partial",
+            lambda r: TENSORS[r.tensor] == "dk_partial" and len([t for t in s.receives[BACKWARD] if t.sum == r.sum]) > 1,
         ),
-        r"tensor 8 is added|terms of sums are of two dtypes|tensor 8 is done",
+        r"tensor 8 is added|terms of one sum are of two dtypes|tensor 8 is done",
     ),
     "a term of the input dtype is one in fp32": (
         lambda s: _first(
             s.receives[BACKWARD], _number("Receive", BACKWARD), "tensor", lambda r: r.tensor + 2,
             lambda r: TENSORS[r.tensor] == "dk" and r.action != COPY,
         ),
-        r"terms of sums are of two dtypes|do not lie in the arena",
+        r"terms of one sum are of two dtypes|do not lie in the arena|two things lie at",
     ),
     "a query's gradient is added": (
         lambda s: _first(

@@ -65,16 +65,14 @@ def test_branches_are_as_exact_as_pytorch_and_have_the_bits_of_whole_documents(
         masks: dict[str, Any] = {"window": window, "bidirectional": ranges}
         alone = distca.Layout.from_documents([tree.lengths]).with_bidirectional(ranges)
         right = compute(whole_documents(batch, tree), distca.plan(alone, heads, window=window))
+        theirs = attention_of_tree(batch, tree, dtype, fused=True, **masks)
+        exact = attention_of_tree(batch, tree, torch.float64, **masks)
         for plan in plans_of(tree, heads, seed, **masks):
             ours = of_own_rows(batch, tree, compute(batch, plan, reorder_seed=seed))
             for name, a, b in zip(NAMES, ours, of_own_rows(batch, tree, right), strict=True):
                 if name in ("out", "lse", "dq"):
                     assert torch.equal(a, b), name
-            pool.add(
-                ours,
-                attention_of_tree(batch, tree, dtype, fused=True, **masks),
-                attention_of_tree(batch, tree, torch.float64, **masks),
-            )
+            pool.add(ours, theirs, exact)
     pool.check()
 
 
@@ -85,12 +83,10 @@ def test_a_branch_of_a_branch_sees_all_that_its_path_has_under_the_full_mask(dty
                 {1: 0, 2: 1, 3: 0})  # fmt: skip
     for seed in range(3):
         batch = random_batch(tree.lengths, heads, seed)
+        theirs = attention_of_tree(batch, tree, dtype, fused=True, mask="full")
+        exact = attention_of_tree(batch, tree, torch.float64, mask="full")
         for plan in plans_of(tree, heads, seed, mask="full"):
-            pool.add(
-                of_own_rows(batch, tree, compute(batch, plan)),
-                attention_of_tree(batch, tree, dtype, fused=True, mask="full"),
-                attention_of_tree(batch, tree, torch.float64, mask="full"),
-            )
+            pool.add(of_own_rows(batch, tree, compute(batch, plan)), theirs, exact)
     pool.check()
 
 

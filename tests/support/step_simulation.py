@@ -149,6 +149,7 @@ class Simulation:
         # These are by (tensor, row, key/value head).
         self.written: list[Counter[tuple[str, int, int]]] = [Counter() for _ in self.ranks]
         self.terms: list[dict[tuple[str, int, int], list[tuple[int, int]]]] = [{} for _ in self.ranks]
+        self.kind_of_terms: list[dict[tuple[str, int, int], str]] = [{} for _ in self.ranks]  # of sums
         # By (tensor, offset), the round of the rows that a result is computed from.
         self.after: list[dict[tuple[str, int], int]] = [{} for _ in self.ranks]
         # By (document, row, key/value head), the servers and documents that contribute to its key gradients.
@@ -333,7 +334,6 @@ class Simulation:
                 self._term(server, ("dk", "dv"), kv_heads, own.row, own.num_rows, (server, ASSIGN))
                 continue
             suffix = "_partial" if grad.target == PARTIAL else ""
-            assert not suffix or self.plan.reduce_dtype == torch.float32
             for tensor, offset in ((f"dk{suffix}", grad.dk), (f"dv{suffix}", grad.dv)):
                 self._occupy(server, offset, len(rows) * self._stride(kv_heads, BACKWARD, True, tensor), tensor)
                 self.results[server][(tensor, offset)] = (kv_heads, rows)
@@ -376,11 +376,12 @@ class Simulation:
             if r.action == COPY or (tensor, r.sum) in sums:
                 continue
             sums[(tensor, r.sum)] = r
-            partial = f"{tensor[:2]}_partial"
-            wide = self.plan.reduce_dtype == torch.float32 or r.action == FINISH
-            assert tensor == (partial if wide else tensor[:2])
+            name, partial = tensor[:2], f"{tensor[:2]}_partial"
+            assert tensor in (name, partial)
             self._occupy(home, r.sum, r.num_rows * self._stride(heads_of(r), phase, False, partial), "sum")
-            self._write(home, [tensor.removesuffix("_partial")], heads_of(r), r.row, r.num_rows)
+            self._write(home, [name], heads_of(r), r.row, r.num_rows)
+            for key in itertools.product([name], range(r.row, r.row + r.num_rows), range(*heads_of(r))):
+                self.kind_of_terms[home][key] = tensor
         finished: list[tuple[str, int]] = []
         by_round: dict[int, list[tuple[int, int, str]]] = {0: []}
         for receive in sorted(tables.receives[phase], key=lambda r: r.round):
@@ -432,14 +433,17 @@ class Simulation:
                 if t.kv_begin <= key < t.kv_end and t.kv_head_begin <= head < t.kv_head_end
             }
             assert sorted(self.contributors[document, position, head]) == sorted(seeing)
-            # What a server computes is one contribution, unless it leaves in the dtype of the heads.
-            order = [server for server, _ in seeing]
-            order = [s for s in order if s != home] if self.plan.reduce_dtype != torch.float32 else list(set(order))
-            order = sorted({home} & {server for server, _ in seeing}) + sorted(s for s in order if s != home)
+            # What another server computes is one contribution in fp32, or one for each document in the dtype of the
+            # heads, where these have fewer bytes.
+            others = sorted(server for server, _ in seeing if server != home)
+            narrow = self.plan.reduce_dtype != torch.float32 and 2 * len(others) < 4 * len(set(others))
+            order = sorted({home} & {server for server, _ in seeing}) + (others if narrow else sorted(set(others)))
             actions = [COPY] if len(seeing) == 1 else [ASSIGN] + [ADD] * (len(order) - 1)
             expected = list(zip(order, actions, strict=True))
             for name in ("dk", "dv"):
                 assert self.terms[home][(name, row, head)] == expected
+                kind = self.kind_of_terms[home].get((name, row, head))
+                assert kind == (None if len(seeing) == 1 else name if narrow else f"{name}_partial")
 
     def _owners(self, document: int, begin: int, end: int) -> list[Row]:
         if document not in self.branches:

@@ -91,7 +91,9 @@ def plan(
         reduce_dtype: the dtype in which contributions to a key's gradients travel home where several servers have
             some: ``torch.float32``, or that of `heads`, with which they are half the bytes and take half the memory.
             They are added in fp32 in any case. In the dtype of `heads` each is rounded before, as the sum is after it;
-            in fp16 one may overflow where the sum does not. out, log-sum-exp and dq have the same bits.
+            in fp16 one may overflow where the sum does not. out, log-sum-exp and dq have the same bits. Where documents
+            share rows, a server may have several contributions; it adds them up, and sends their sum in fp32, where
+            that has no more bytes.
         round_bytes: rows go to a server in up to three rounds of about the same attention, as many as leave each so
             many bytes on average in forward. A server computes the tasks of one round while the rows of the next
             travel, and sends results home meanwhile. What it computes of a document, or of a range of its heads, is in
