@@ -213,11 +213,12 @@ inline BlockRange local_blocks(const Group& g, const Placement& p, int64_t key_b
 /// Calls visit(rows) for the rows of each segment on another rank that come to a group's server for it.
 template <class Visit>
 void for_each_source(const Layout& layout, std::span<const Arrival> arrivals, const Group& g, const Visit& visit) {
+  const auto placements = layout.key_placements(g.document);
+  auto first = placements.begin();
   for (const Arrival& arrival : arrivals) {
-    for (const Placement& p : layout.key_placements(g.document)) {
-      const Placement rows = p.within(arrival.begin, arrival.end);
-      if (rows.rank != g.server && rows.begin < rows.end) visit(rows);
-    }
+    while (first->end <= arrival.begin) ++first;
+    for (auto p = first; p != placements.end() && p->begin < arrival.end; ++p)
+      if (p->rank != g.server) visit(p->within(arrival.begin, arrival.end));
   }
 }
 

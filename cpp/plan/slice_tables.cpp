@@ -219,14 +219,15 @@ class Filler {
   void send_keys(const Placement& segment, int64_t reader) {
     for (uint32_t i : a_.groups_of_document[reader]) {
       const Group& g = a_.groups[i];
-      for (const Arrival& arrival : a_.arrivals_of(g)) put_keys(g, segment, arrival);
+      const auto arrivals = a_.arrivals_of(g);
+      auto arrival = std::ranges::upper_bound(arrivals, segment.begin, {}, &Arrival::end);
+      for (; arrival != arrivals.end() && arrival->begin < segment.end; ++arrival) put_keys(g, segment, *arrival);
     }
   }
 
   /// Puts those keys of a segment that come for a group together.
   void put_keys(const Group& g, const Placement& segment, const Arrival& arrival) {
     const Placement rows = segment.within(arrival.begin, arrival.end);
-    if (rows.begin >= rows.end) return;
     const KeyPool pool = a_.pool_of(g);
     const int64_t arena_row = arrival.row + (rows.begin - arrival.begin);
     for (Phase phase : kPhases) {

@@ -325,7 +325,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "a term in fp32 is one of the input dtype": (
         lambda s: _first(
             s.receives[BACKWARD], _number("Receive", BACKWARD), "tensor", lambda r: r.tensor - 2,
-            lambda r: TENSORS[r.tensor] == "dk_partial" and len([t for t in s.receives[BACKWARD] if t.sum == r.sum]) > 1,
+            lambda r: TENSORS[r.tensor] == "dk_partial" and [t.sum for t in s.receives[BACKWARD]].count(r.sum) > 1,
         ),
         r"tensor 8 is added|terms of one sum are of two dtypes|tensor 8 is done",
     ),

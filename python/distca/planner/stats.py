@@ -34,8 +34,8 @@ class Transfer(NamedTuple):
 
     ``message`` is a key of ``PlanStats.bytes``. ``tensor`` is q, k, v, out, lse, dout, delta, dq, dk or dv. Of it
     travel the key/value heads ``[kv_head_begin, kv_head_end)``, or the query heads that share them. dk and dv travel in
-    the plan's ``reduce_dtype`` if several servers contribute to the rows, or in fp32 where documents share them and that
-    is not more bytes (`distca.plan`). ``round`` is the round in which rows go to their server, or that of the rows
+    the plan's ``reduce_dtype`` if several servers contribute to the rows, or in fp32 where documents share them and
+    that is not more bytes (`distca.plan`). ``round`` is the round in which rows go to their server, or that of the rows
     after which results go home.
     """
 
