@@ -9,12 +9,15 @@ PLAN = "tests/plan/test_plan.py"
 CONSISTENT = "tests/plan/test_consistency.py"
 MODELS = "tests/integrations/test_hf_branches.py"
 ARRANGEMENT = "cpp/plan/arrangement.cpp"
+POOLS = "cpp/plan/key_pools.cpp"
+RANGES = "cpp/plan/row_ranges.h"
 GRADIENTS = "cpp/plan/key_gradients.cpp"
 TABLES = "cpp/plan/tables.h"
 LISTS = "cuda/attention/work_list.cpp"
 LAYOUTS = "cpp/plan/layout.cpp"
 REDUCED = "tests/plan/test_reduce_dtype.py"
 STRESS = "tests/attention/test_several_scores.py"
+ORDER = "tests/attention/test_store_order.py"
 KERNELS = "tests/cuda/test_kernels_on_host.py"
 FLASH = "tests/cuda/test_flash_ranks.py"
 DIFFUSION = "tests/plan/test_block_diffusion.py"
@@ -148,14 +151,14 @@ FAULTS = [
     ),
     Fault(
         "branches: shared keys come for each document",
-        ARRANGEMENT,
+        POOLS,
         "placed_.try_emplace(rows_of_block_, num_blocks).first->second",
         "num_blocks",
         (MERGED,),
     ),
     Fault(
         "branches: a block of which a group has some rows is taken for another group's",
-        ARRANGEMENT,
+        POOLS,
         "if (last - first == block_rows_) {",
         "if (true) {",
         (
@@ -166,14 +169,14 @@ FAULTS = [
     ),
     Fault(
         "branches: keys that are retained lie in blocks of other groups",
-        ARRANGEMENT,
-        "(retain_bytes_.empty() || retain_bytes_[static_cast<size_t>(g.server)] == 0)",
+        "cpp/plan/arrangement.h",
+        "(options.retain_bytes.empty() || options.retain_bytes[static_cast<size_t>(g.server)] == 0)",
         "true",
         (PLAN, EXACT),
     ),
     Fault(
         "branches: keys that are there are sent again",
-        ARRANGEMENT,
+        RANGES,
         "row = std::max(row, there.end);",
         "row = begin;",
         (
@@ -184,7 +187,7 @@ FAULTS = [
     ),
     Fault(
         "branches: rows of runs that touch come for one group alone",
-        ARRANGEMENT,
+        RANGES,
         "if (begin < end) visit(begin, end);",
         "",
         (
@@ -302,30 +305,21 @@ FAULTS = [
         "cpp/attention/store_order.h",
         "if (end < before.end) stores_[end] = before;",
         "",
-        (
-            KERNELS,
-            STRESS,
-        ),
+        (ORDER,),
     ),
     Fault(
         "branches: rows before those to which somebody stores are forgotten",
         "cpp/attention/store_order.h",
         "if (there < begin) stores_[there] = {begin, before.number};",
         "",
-        (
-            KERNELS,
-            STRESS,
-        ),
+        (ORDER,),
     ),
     Fault(
         "branches: who stores to a part of the rows is not waited for",
         "cpp/attention/store_order.h",
         "if (next != stores_.begin() && std::prev(next)->second.end > begin) --next;",
         "",
-        (
-            KERNELS,
-            STRESS,
-        ),
+        (ORDER,),
     ),
     Fault(
         "branches: CUDA: groups that wait for no signal come before those that they add to",
@@ -494,14 +488,14 @@ FAULTS = [
     ),
     Fault(
         "branches: a block is known by where its document has it",
-        ARRANGEMENT,
+        POOLS,
         "{p->document, from - p->shift, from - first}",
         "{p->document, from - p->shift, from}",
         (MERGED,),
     ),
     Fault(
         "branches: blocks are known by their documents alone",
-        ARRANGEMENT,
+        POOLS,
         "{p->document, from - p->shift, from - first}",
         "{p->document, 0, from - first}",
         (

@@ -59,6 +59,7 @@ KERNEL_STRESS = Program(
     ["-std=c++20", "-O1", _CPP],
     [*_LINK, "-lpthread"],
 )
+STORE_ORDER = Program("store_order", [ROOT / "tests/attention/store_order.cpp"], ["-std=c++20", "-O1", _CPP], _LINK)
 #: Undefined behaviour ends the program; a misaligned access is one.
 PUT_TABLES = Program(
     "put_tables",
