@@ -158,6 +158,29 @@ def test_rows_of_passages_are_in_an_arena_once_wherever_documents_have_them() ->
     assert plan.stats.bytes["forward_in"] == key * (192 + 64 + 22 + 22)
 
 
+def test_a_block_that_is_put_together_is_read_wherever_its_rows_are_the_same_and_nowhere_else() -> None:
+    """Three questions on rank 1 to two passages on rank 0. Document 4 has the block of document 2 as its second one. The
+    block of document 3 has as many rows of each passage, but others of the first.
+    """
+    segments = [[(0, 0, 128), (1, 0, 128)], [(2, 64, 72), (3, 64, 72), (4, 128, 136)]]
+    begins = {2: [(0, 0, 32), (1, 0, 32)], 3: [(0, 64, 96), (1, 0, 32)], 4: [(1, 64, 128), (0, 0, 32), (1, 0, 32)]}
+    plan = distca.plan(distca.Layout(segments, branches=begins), HEADS, balance=False)
+    tables = read_slice(plan.for_rank(1).tensor.tolist())
+    blocks = {g.document: [b.entry for b in tables.blocks[g.block_begin :][: g.num_blocks]] for g in tables.groups}
+    assert blocks[2][0] == blocks[4][1] != blocks[3][0]
+    assert {group.num_arena_rows for group in tables.groups} == {64 + 64 + 64}
+
+
+@pytest.mark.parametrize(("questions", "apart"), [(63, True), (64, False)])
+def test_heads_stay_together_where_more_than_64_documents_share_rows(questions: int, apart: bool) -> None:
+    numbers = range(1, questions + 1)
+    segments = [[(0, 0, 600), *((d, 600, 640) for d in numbers)], []]
+    layout = distca.Layout(segments, branches={d: [(0, 0, 600)] for d in numbers})
+    plan = distca.plan(layout, HEADS, tolerance=0.0, min_rows=1)
+    assert plan.stats.load[0] == plan.stats.load[1]
+    assert any(task.kv_head_end - task.kv_head_begin < HEADS.kv for task in plan.tasks) == apart
+
+
 def test_a_server_that_has_rows_of_passages_gets_questions_to_them() -> None:
     """All rows of eight questions to one pair of passages move; the passages' keys travel to one server of them."""
     passages = [(0, 0, 4096), (1, 0, 4096)]
