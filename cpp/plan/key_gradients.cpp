@@ -89,8 +89,9 @@ class Splitter {
         } else {
           add(all);
           all = std::move(next);
-          for (const Server& server : servers())
-            if (all.is_sum) all.groups.insert(all.groups.end(), server.seeing.begin(), server.seeing.end());
+          if (all.is_sum)
+            for (const Server& server : servers())
+              all.groups.insert(all.groups.end(), server.seeing.begin(), server.seeing.end());
         }
         row = end;
       }

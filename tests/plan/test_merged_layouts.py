@@ -159,8 +159,8 @@ def test_rows_of_passages_are_in_an_arena_once_wherever_documents_have_them() ->
 
 
 def test_a_block_that_is_put_together_is_read_wherever_its_rows_are_the_same_and_nowhere_else() -> None:
-    """Three questions on rank 1 to two passages on rank 0. Document 4 has the block of document 2 as its second one. The
-    block of document 3 has as many rows of each passage, but others of the first.
+    """Three questions on rank 1 to two passages on rank 0. Document 4 has the block of document 2 as its second one.
+    The block of document 3 has as many rows of each passage, but others of the first.
     """
     segments = [[(0, 0, 128), (1, 0, 128)], [(2, 64, 72), (3, 64, 72), (4, 128, 136)]]
     begins = {2: [(0, 0, 32), (1, 0, 32)], 3: [(0, 64, 96), (1, 0, 32)], 4: [(1, 64, 128), (0, 0, 32), (1, 0, 32)]}
