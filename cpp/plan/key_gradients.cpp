@@ -155,7 +155,7 @@ class Splitter {
       ++num_remote_servers;
     }
     found.is_sum = num_groups > 1;
-    // Never with a `reduce_dtype` of fp32.
+    // With a `reduce_dtype` of fp32 this is never so.
     found.is_narrow =
         num_remote_groups * dtype_bytes(options_.reduce_dtype) < num_remote_servers * dtype_bytes(DType::kFloat32);
     for (const Server& server : servers()) {

@@ -11,6 +11,7 @@
 namespace distca::plan {
 namespace {
 
+/// Makes the pools of one server, and says what lies where in them.
 class KeyPools {
  public:
   KeyPools(const Layout& layout, const PlanOptions& options, Arrangement& arrangement)

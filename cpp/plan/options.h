@@ -60,7 +60,7 @@ struct PlanOptions {
     return {layout.document_lengths()[static_cast<size_t>(number)],
             {scores[static_cast<size_t>(scores_of(number))].mask(), layout.bidirectional(number)}};
   }
-  /// Whether contributions to key gradients are rounded to the dtype of the heads before they travel.
+  /// Whether contributions to key gradients may be rounded to the dtype of the heads before they travel.
   bool reduces_narrow() const { return reduce_dtype != DType::kFloat32; }
   /// Whether any rank may keep rows from forward to backward.
   bool retains() const;

@@ -1,4 +1,4 @@
-// Rows as disjoint ranges.
+// A set of rows as disjoint ranges, which says of rows that are added which of them are new.
 #pragma once
 
 #include <algorithm>

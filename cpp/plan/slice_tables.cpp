@@ -225,7 +225,7 @@ class Filler {
     }
   }
 
-  /// Puts those keys of a segment that come for a group together.
+  /// Puts the keys that a segment and an arrival of a group have in common.
   void put_keys(const Group& g, const Placement& segment, const Arrival& arrival) {
     const Placement rows = segment.within(arrival.begin, arrival.end);
     const KeyPool pool = a_.pool_of(g);
