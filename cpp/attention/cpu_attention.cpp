@@ -18,8 +18,8 @@ void check(const Problem& problem) {
           heads.q_heads, " and kv_heads ", heads.kv_heads,
           "; both must be positive and q_heads a multiple of kv_heads");
   for (const int64_t dim : {heads.dim, heads.v_dim})
-    require(dim >= 8 && dim <= 256 && dim % 8 == 0, "attention: a head dimension is ", dim,
-            "; allowed are multiples of 8 from 8 to 256");
+    require(is_head_dim(dim), "attention: a head dimension is ", dim, "; allowed are multiples of 8 from 8 to ",
+            kMostHeadDim);
   const auto dtype = static_cast<int64_t>(heads.dtype);
   require(dtype >= 0 && dtype < kNumDTypes, "attention: dtype is ", dtype, "; allowed are 0 to ", kNumDTypes - 1);
   check_scores(problem);

@@ -232,8 +232,7 @@ void store_gradients(const KernelCall& call, const KeyGradRun& run, int64_t rows
     call.micro->store_rows(run.dtype, rows, dim, factor, nullptr, sums, dst, dst_stride);
     return;
   }
-  constexpr int64_t kMostDim = 256;
-  float term[kMostDim];
+  float term[kMostHeadDim];
   for (int64_t row = 0; row < rows; ++row) {
     call.micro->store_rows(DType::kFloat32, 1, dim, factor, nullptr, from_row(sums, row),
                            reinterpret_cast<std::byte*>(term), dim * 4);

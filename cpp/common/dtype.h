@@ -30,6 +30,10 @@ struct HeadShape {
   bool operator==(const HeadShape&) const = default;
 };
 
+/// The largest dimension of a head. Some kernels take less, and say so.
+inline constexpr int64_t kMostHeadDim = 512;
+constexpr bool is_head_dim(int64_t dim) { return dim >= 8 && dim <= kMostHeadDim && dim % 8 == 0; }
+
 /// The most different masks, windows, scales and softcaps of a problem, and of a plan. The CUDA kernels have all of
 /// them in their parameters.
 inline constexpr int64_t kMostScores = 32;

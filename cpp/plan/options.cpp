@@ -13,8 +13,8 @@ void check_heads(const HeadShape& h) {
   require(h.q_heads >= 1 && h.kv_heads >= 1 && h.q_heads % h.kv_heads == 0 && h.q_heads <= 4096, "heads: ", h.q_heads,
           " query heads and ", h.kv_heads,
           " key/value heads; 1 to 4096 query heads that are a multiple of the key/value heads are allowed");
-  require(h.dim >= 8 && h.dim <= 256 && h.dim % 8 == 0 && h.v_dim >= 8 && h.v_dim <= 256 && h.v_dim % 8 == 0,
-          "heads: dim = ", h.dim, ", v_dim = ", h.v_dim, "; multiples of 8 from 8 to 256 are allowed");
+  require(is_head_dim(h.dim) && is_head_dim(h.v_dim), "heads: dim = ", h.dim, ", v_dim = ", h.v_dim,
+          "; multiples of 8 from 8 to ", kMostHeadDim, " are allowed");
   const auto dtype = static_cast<int64_t>(h.dtype);
   require(dtype >= 0 && dtype < kNumDTypes, "heads: dtype number ", dtype, "; 0 to ", kNumDTypes - 1, " are allowed");
 }

@@ -53,7 +53,7 @@ class Validator {
                h().num_ranks);
     check_plan(h().num_rows >= 0 && h().num_rows <= kMaxRows, "it says ", h().num_rows, " rows");
     check_plan(h().q_heads >= 1 && h().q_heads <= 4096 && h().kv_heads >= 1 && h().q_heads % h().kv_heads == 0 &&
-                   valid_dim(h().dim) && valid_dim(h().v_dim) && h().dtype >= 0 && h().dtype < kNumDTypes &&
+                   is_head_dim(h().dim) && is_head_dim(h().v_dim) && h().dtype >= 0 && h().dtype < kNumDTypes &&
                    h().key_block_rows >= 1 && h().key_block_rows <= 4096,
                "its head shape is not possible");
     check_plan(label_words(label_of(h().label)) == h().label, "its label is not text");
@@ -171,7 +171,6 @@ class Validator {
                "it does not say the digest of its plan");
   }
 
-  static bool valid_dim(int64_t d) { return d >= 8 && d <= 256 && d % 8 == 0; }
   template <class Row>
   static int64_t count(std::span<const Row> rows) {
     return static_cast<int64_t>(rows.size());

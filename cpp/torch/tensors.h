@@ -112,7 +112,7 @@ inline HeadShape heads_of(const Tensor& q, const Tensor& k, const Tensor& v) {
   require(k.size(1) >= 1 && q.size(1) >= 1 && q.size(1) % k.size(1) == 0, "q has ", q.size(1), " heads, k has ",
           k.size(1), "; the query heads must be a multiple of the key/value heads");
   for (int64_t dim : {q.size(2), v.size(2)})
-    require(dim >= 8 && dim <= 256 && dim % 8 == 0, "head dim ", dim, "; multiples of 8 from 8 to 256 are supported");
+    require(is_head_dim(dim), "head dim ", dim, "; multiples of 8 from 8 to ", kMostHeadDim, " are supported");
   return {q.size(1), k.size(1), q.size(2), v.size(2), dtype};
 }
 

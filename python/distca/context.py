@@ -14,7 +14,7 @@ import torch
 
 from distca import _C
 from distca.errors import refusals_told
-from distca.heads import Heads
+from distca.heads import LayerHeads, shapes_of
 from distca.max_logits import MaxLogits
 from distca.planner.cost import CostModel
 from distca.planner.memory import SLOTS
@@ -47,6 +47,8 @@ class Context(Registered):
             On a GPU this holds for dq only in deterministic mode.
         slot_bytes: bytes of one slot's arena: the capacity that plans must keep to.
         heads: the head shape that it was made for: with tensor parallelism this process's part of the model's heads.
+            Where layers differ, that with the most bytes a row.
+        layer_heads: the heads of all layers, as `plans` takes them: `heads`, or a mapping from each window.
         cost: the default cost model of its plans.
         nsys: whether its operators are NVTX ranges.
     """
@@ -54,7 +56,7 @@ class Context(Registered):
     def __init__(
         self,
         core: _C.Context,
-        heads: Heads,
+        heads: LayerHeads,
         cost: CostModel,
         exchange: Exchange | None = None,
         *,
@@ -73,12 +75,12 @@ class Context(Registered):
         self.global_ranks, self.stages = (ranks, [ranks]) if place is None else (place.global_ranks, place.stages)
         self.transport = core.transport
         self.device = core.device
-        self.attention, self.plan_independent = core.attention(
-            heads.q, heads.kv, heads.dim, heads.value_dim, heads.dtype_number
-        )
+        shapes = shapes_of("init", heads)
+        named = [core.attention(*shape.numbers) for shape in shapes]
+        self.attention, self.plan_independent = named[0][0], all(independent for _, independent in named)
         self.slot_bytes = core.slot_bytes
         self._last_step = 0
-        self.heads = heads
+        self.heads, self.layer_heads = shapes[0], heads
         self.cost = cost
         self.nsys = nsys
         self._finder: MaxLogits | None = None  # what `max_logits` has made, while it is in use

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from operator import index
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from distca.arguments import is_whole
+from distca.arguments import check_type, is_whole
 from distca.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from distca.planner.layout import Window
 
 #: The dtypes by their short names, for the command line.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: Their numbers in a plan.
 DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_MOST_HEADS, _LARGEST_DIM = 4096, 256
+_MOST_HEADS, LARGEST_DIM = 4096, 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +29,8 @@ class Heads:
     Args:
         q: number of query heads, a multiple of ``kv``, at most 4096.
         kv: number of key/value heads.
-        dim: dimension of a query or key head, a multiple of 8 up to 256.
-        v_dim: dimension of a value head, a multiple of 8 up to 256; ``dim`` by default.
+        dim: dimension of a query or key head, a multiple of 8 up to 512.
+        v_dim: dimension of a value head, a multiple of 8 up to 512; ``dim`` by default.
         dtype: ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``.
 
     Raises:
@@ -59,9 +64,9 @@ class Heads:
                 f"heads: {self.q} query heads and {self.kv} key/value heads; 1 to {_MOST_HEADS} query heads that are a "
                 "multiple of the key/value heads are allowed"
             )
-        if not all(8 <= dim <= _LARGEST_DIM and dim % 8 == 0 for dim in (self.dim, self.value_dim)):
+        if not all(8 <= dim <= LARGEST_DIM and dim % 8 == 0 for dim in (self.dim, self.value_dim)):
             raise InvalidArgumentError(
-                f"heads: dim = {self.dim}, v_dim = {self.v_dim}; multiples of 8 from 8 to {_LARGEST_DIM} are allowed"
+                f"heads: dim = {self.dim}, v_dim = {self.v_dim}; multiples of 8 from 8 to {LARGEST_DIM} are allowed"
             )
 
     def divided(self, tensor_ranks: int) -> Heads:
@@ -101,6 +106,36 @@ class Heads:
         return DTYPE_NUMBERS[self.dtype]
 
     @property
+    def numbers(self) -> tuple[int, int, int, int, int]:
+        """Query heads, key/value heads, dims of a query and a value, and the dtype's number: the core's terms."""
+        return self.q, self.kv, self.dim, self.value_dim, self.dtype_number
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of q, k, v and out of one token."""
         return (self.q + self.kv) * (self.dim + self.value_dim) * self.dtype.itemsize
+
+
+#: The heads of a model's layers: one shape, or one for each window where layers differ in both.
+LayerHeads: TypeAlias = "Heads | Mapping[Window, Heads]"
+
+
+def shapes_of(function: str, heads: LayerHeads) -> list[Heads]:
+    """The different head shapes of a model's layers. The one with the most bytes a row is first.
+
+    Raises:
+        InvalidArgumentError: `heads` are no heads. The message names the function that got them.
+    """
+    shapes = [*heads.values()] if isinstance(heads, Mapping) else [heads]
+    for shape in shapes:
+        check_type(function, "heads", shape, Heads, "distca.Heads(q=8, kv=2, dim=64)")
+    if not shapes:
+        raise InvalidArgumentError(f"{function}: heads = {heads!r}; a distca.Heads for each window is expected")
+    return sorted(set(shapes), key=lambda shape: (-shape.row_bytes, shape.q, shape.kv, shape.dim))
+
+
+def divided(heads: LayerHeads, tensor_ranks: int) -> LayerHeads:
+    """`Heads.divided` for all layers."""
+    if isinstance(heads, Mapping):
+        return {window: of_window.divided(tensor_ranks) for window, of_window in heads.items()}
+    return heads.divided(tensor_ranks)

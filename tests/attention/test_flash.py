@@ -183,10 +183,11 @@ def test_the_gradient_of_sinks_by_aten_is_that_of_the_cpu_kernel_where_a_row_has
         ((16, 16), torch.float32, {}, "float32; bfloat16 and float16 are supported"),
         ((16, 24), torch.bfloat16, {}, "head dim 16, v has 24; equal ones"),
         ((16, 16), torch.bfloat16, {"softcap": 3.0}, "softcap = 3; ATen's flash attention has none"),
-        ((20, 20), torch.bfloat16, {}, "head dim 20; multiples of 8 from 8 to 256"),
-        ((264, 264), torch.bfloat16, {}, "head dim 264; multiples of 8 from 8 to 256"),
+        ((20, 20), torch.bfloat16, {}, "head dim 20; multiples of 8 from 8 to 512"),
+        ((264, 264), torch.bfloat16, {}, "head dim 264; ATen's flash attention has up to 256"),
+        ((520, 520), torch.bfloat16, {}, "head dim 520; multiples of 8 from 8 to 512"),
     ],
-    ids=["fp32", "values of another dim", "softcap", "dim 20", "dim 264"],
+    ids=["fp32", "values of another dim", "softcap", "dim 20", "dim 264", "dim 520"],
 )
 def test_what_flash_lacks_is_an_error_that_names_what_is_supported(
     device: torch.device, dims: tuple[int, int], dtype: torch.dtype, options: dict[str, float], message: str

@@ -119,7 +119,57 @@ def test_a_context_finds_the_largest_logits_of_each_layer(monkeypatch: pytest.Mo
             torch.testing.assert_close(found[layer].double(), right, rtol=1e-5, atol=1e-5)
 
 
+def test_the_largest_logits_of_layers_with_other_numbers_of_heads() -> None:
+    options = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5}
+    if not hasattr(transformers, "LagunaConfig"):
+        pytest.skip(f"transformers {transformers.__version__} has no Laguna")
+    model = _model(
+        "LagunaForCausalLM", num_attention_heads_per_layer=[4, 6], num_experts_per_tok=2, num_experts=4, **options
+    )
+    heads = hf.heads_of(model.config, torch.float32)
+    with distca.init(max_tokens=12, heads=heads) as context, context.max_logits() as found:
+        plans = distca.plans(LAYOUT, heads, windows=hf.windows_of(model.config))
+        model(IDS, use_cache=False, plan=plans)
+    assert [len(of_layer) for of_layer in found.values()] == [4, 6]
+
+
+#: Layers that have the keys of earlier ones. They leave rows out whose logits nobody wants.
+SHARED_KEYS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "sliding_window": 5}
+SHARED_KEYS |= {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 61}
+SHARED_KEYS |= {"global_head_dim": 32}
+
+
+def _shared_keys(attention: str) -> Any:
+    if not hasattr(transformers, "Gemma4TextConfig"):
+        pytest.skip(f"transformers {transformers.__version__} has no Gemma 4")
+    torch.manual_seed(7)
+    given = {"pad_token_id": None, "eos_token_id": None, "attn_implementation": attention} | SIZES | SHARED_KEYS
+    return transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**given)).eval()
+
+
+def test_rows_that_a_model_leaves_out_before_its_last_layers_are_refused_under_a_plan() -> None:
+    model = _shared_keys("distca")
+    heads, windows = hf.heads_of(model.config, torch.float32), hf.windows_of(model.config)
+    last = torch.tensor([10, 11])
+    with distca.init(max_tokens=12, heads=heads), torch.no_grad():
+        options = {"use_cache": False, "plan": distca.plans(LAYOUT, heads, windows=windows)}
+        with pytest.raises(distca.InvalidArgumentError, match=r"leaves rows out .* \(logits_to_keep\), .* as a tensor"):
+            model(IDS, logits_to_keep=2, **options)
+    with distca.init(max_tokens=12, heads=heads), torch.no_grad():
+        ours = model(IDS, logits_to_keep=last, **options).logits
+        torch.testing.assert_close(ours, _shared_keys("sdpa")(IDS, use_cache=False).logits[:, last])
+
+
 # ---- without a plan
+
+
+@pytest.mark.parametrize("keep", [0, 1, 3])
+def test_local_attention_of_rows_that_are_left_is_that_of_sdpa(keep: int) -> None:
+    padding = torch.tensor([[1] * 12, [0] * 5 + [1] * 7])
+    for options in ({}, {"use_cache": False}, {"input_ids": IDS.repeat(2, 1), "attention_mask": padding}):
+        given = {"input_ids": IDS, "logits_to_keep": keep} | options
+        ours, sdpa = (_shared_keys(name)(**given).logits for name in ("distca", "sdpa"))
+        torch.testing.assert_close(ours, sdpa)
 
 
 def test_local_attention_of_layers_that_are_not_causal_sees_all_rows() -> None:

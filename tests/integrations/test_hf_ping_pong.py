@@ -34,13 +34,19 @@ def _inputs(rank: int, context: distca.Context) -> dict[str, Any]:
     return {"input_ids": ids[None], "labels": labels[None], **shared}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2 with windows in the upper layer", "gpt_oss", "longrope"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("llama", "qwen2 with windows in the upper layer", "gpt_oss", "longrope"),
+        "gemma4 with full layers of other heads",
+    ],
+)
 def test_loss_gradients_and_logits_are_those_of_the_whole_row(family: str) -> None:
     """Rank 0 has one document, so one of its halves has no rows."""
     made = (FAMILIES | ROPE)[family]
     windows = list(made.heads)
-    whole = distca.plans(LAYOUT, GQA, windows=windows, tolerance=0.02)
-    halved = [hf.plan_halves(LAYOUT, GQA, windows=windows, rank=rank, tolerance=0.02) for rank in range(2)]
+    whole = distca.plans(LAYOUT, made.heads, windows=windows, tolerance=0.02)
+    halved = [hf.plan_halves(LAYOUT, made.heads, windows=windows, rank=rank, tolerance=0.02) for rank in range(2)]
     models = [[made.model("distca") for _ in range(2)] for _ in range(2)]
 
     def work(rank: int, context: distca.Context) -> None:

@@ -4,6 +4,9 @@ document.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -75,6 +78,19 @@ def test_a_family_on_two_ranks_has_the_loss_and_gradients_of_sdpa_on_each_docume
         assert (grads[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-9, name
 
 
+def test_a_batch_is_planned_for_layers_that_differ_in_their_heads() -> None:
+    family = FAMILIES["gemma4 with full layers of other heads"]
+    model, documents = family.model("distca"), [{"input_ids": tokens.tolist()} for tokens in _tokens()]
+    batch = transformers.DataCollatorWithFlattening()(documents)
+    with distca.init(max_tokens=sum(LENGTHS), heads=hf.heads_of(model.config, torch.float32)) as context:
+        assert context.layer_heads == family.heads
+        model(**hf.plan_inputs(batch, model), use_cache=False).loss.backward()
+        assert context.step == 4
+    grads, targets = _reference("gemma4 with full layers of other heads")[1], sum(LENGTHS) - len(LENGTHS)
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weight.grad * targets, grads[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "llama"])
 def test_without_a_plan_attention_is_the_models_own_with_its_softcap_and_sinks(family: str) -> None:
     tokens = _tokens()[0][None]
@@ -97,43 +113,77 @@ def test_a_layer_that_fully_shard_has_wrapped_finds_its_models_eager_attention()
         assert torch.equal(model(tokens, use_cache=False).logits, before)
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if not name.startswith("gemma4")])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_heads_and_windows_of_a_family_are_those_its_layers_call_with(family: str) -> None:
     config = FAMILIES[family].model("distca").config
     windows = {w if w != 90 else None for w in hf.windows_of(config)}
-    assert {window: hf.heads_of(config, torch.float32) for window in windows} == FAMILIES[family].heads
+    heads = hf.heads_of(config, torch.float32)
+    assert (heads if isinstance(heads, dict) else dict.fromkeys(windows, heads)) == FAMILIES[family].heads
 
 
 @pytest.mark.parametrize(
-    ("config", "layers", "message"),
+    ("config", "options", "expected"),
     [
+        ("MiMoV2FlashConfig", {}, {None: distca.Heads(64, 4, 192, 128), 129: distca.Heads(64, 8, 192, 128)}),
+        ("Gemma4UnifiedTextConfig", {}, {None: distca.Heads(8, 4, 512), 1024: distca.Heads(8, 4, 256)}),
         (
-            "MiMoV2FlashConfig",
-            2,
-            r"layer 0: q=64, kv=4, dim=192, v_dim=128; layer 1: q=64, kv=8, dim=192, v_dim=128\): make a plan for each",
+            "Step3p7TextConfig",
+            {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 512}
+            | {"num_sliding_attention_heads": 96, "num_hidden_layers": 4},
+            {None: distca.Heads(64, 8, 128), 512: distca.Heads(96, 8, 128)},
         ),
-        ("Gemma4UnifiedTextConfig", 6, r"layers differ in their heads .*dim=512.*distca\.Plans"),
-        ("MambaConfig", 2, r"the configuration \(mamba\) has no num_attention_heads"),
+        (
+            "LagunaConfig",
+            {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 64}
+            | {"num_attention_heads_per_layer": [48, 64] * 2, "num_hidden_layers": 4},
+            {None: distca.Heads(48, 8, 128), 64: distca.Heads(64, 8, 128)},
+        ),
     ],
 )
-def test_heads_that_are_not_the_same_in_all_layers_are_refused(config: str, layers: int, message: str) -> None:
+def test_layers_of_another_window_may_have_other_heads(
+    config: str, options: dict[str, Any], expected: dict[int | None, distca.Heads]
+) -> None:
+    if not hasattr(transformers, config):
+        pytest.skip(f"transformers {transformers.__version__} has no {config}")
+    found = getattr(transformers, config)(**options)
+    assert hf.heads_of(found, torch.float32) == expected
+    assert set(hf.windows_of(found)) == set(expected)
+
+
+def test_older_versions_say_the_heads_of_full_layers_in_fields_of_their_own() -> None:
+    """As Gemma 4's configuration before transformers 5.15."""
+    fields = {"model_type": "gemma4_text", "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4}
+    fields |= {"head_dim": 256, "global_head_dim": 512, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    config = SimpleNamespace(**fields, layer_types=["sliding_attention", "full_attention"], sliding_window=64)
+    config.get_text_config = lambda: config
+    assert hf.heads_of(config, torch.float32) == {64: distca.Heads(8, 4, 256), None: distca.Heads(8, 1, 512)}
+    config.attention_k_eq_v = False
+    assert hf.heads_of(config, torch.float32)[None] == distca.Heads(8, 4, 512)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        (
+            "LagunaConfig",
+            {"num_attention_heads_per_layer": [48, 64], "num_hidden_layers": 2},
+            r"layers of the window None differ in their heads \(layer 0: q=48, .*; layer 1: q=64, .* share a plan",
+        ),
+        ("MambaConfig", {}, r"the configuration \(mamba\) has no num_attention_heads"),
+    ],
+)
+def test_heads_that_differ_between_layers_of_one_window_are_refused(
+    config: str, options: dict[str, Any], message: str
+) -> None:
     if not hasattr(transformers, config):
         pytest.skip(f"transformers {transformers.__version__} has no {config}")
     with pytest.raises(distca.InvalidArgumentError, match=message):
-        hf.heads_of(getattr(transformers, config)(num_hidden_layers=layers), torch.float32)
+        hf.heads_of(getattr(transformers, config)(**options), torch.float32)
 
 
 # ---- what is not supported
 
 REFUSED = {
-    "gemma4 with heads as they are released": (
-        Family(
-            "Gemma4TextConfig",
-            {"layer_types": ["full_attention"] * 2, "hidden_size_per_layer_input": 8}
-            | {"vocab_size_per_layer_input": VOCABULARY},
-        ),
-        "head dim 512; multiples of 8 from 8 to 256 are supported",
-    ),
     "llama4": (
         Family("Llama4TextConfig", {"attention_chunk_size": 16, "num_local_experts": 2, "intermediate_size_mlp": 48}),
         r"no plan for a window of Chunk\(rows=16\); there are plans for None, 12",

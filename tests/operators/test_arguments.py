@@ -65,10 +65,10 @@ def test_layouts(make: Callable[[], Any], message: str) -> None:
         ((4, 0, 8), "heads: 4 query heads and 0 key/value heads; 1 to 4096"),
         ((4, 3, 16), "heads: 4 query heads and 3 key/value heads; 1 to 4096"),
         ((5000, 1, 16), "heads: 5000 query heads and 1 key/value heads; 1 to 4096"),
-        ((4, 2, 0), "heads: dim = 0, v_dim = 0; multiples of 8 from 8 to 256 are allowed"),
-        ((4, 2, 16, 4), "heads: dim = 16, v_dim = 4; multiples of 8 from 8 to 256 are allowed"),
-        ((4, 2, 20), "heads: dim = 20, v_dim = 20; multiples of 8 from 8 to 256 are allowed"),
-        ((4, 2, 16, 264), "heads: dim = 16, v_dim = 264; multiples of 8 from 8 to 256 are allowed"),
+        ((4, 2, 0), "heads: dim = 0, v_dim = 0; multiples of 8 from 8 to 512 are allowed"),
+        ((4, 2, 16, 4), "heads: dim = 16, v_dim = 4; multiples of 8 from 8 to 512 are allowed"),
+        ((4, 2, 20), "heads: dim = 20, v_dim = 20; multiples of 8 from 8 to 512 are allowed"),
+        ((4, 2, 16, 520), "heads: dim = 16, v_dim = 520; multiples of 8 from 8 to 512 are allowed"),
         (("4", 2, 16), "heads: q = '4'; an integer is expected"),
         ((4, 2, 16.0), "heads: dim = 16.0; an integer is expected"),
         ((4, 2, None), "heads: dim = None; an integer is expected"),
@@ -80,7 +80,7 @@ def test_heads(arguments: tuple[Any, ...], message: str) -> None:
 
 
 def test_what_the_core_allows_of_heads_is_allowed() -> None:
-    for dim in range(8, 257, 8):
+    for dim in range(8, 513, 8):
         distca.plan(LAYOUT, distca.Heads(4096, 4096, dim))
     assert distca.Heads(np.int64(4), np.int32(2), 16) == HEADS
 

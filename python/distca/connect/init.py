@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from distca import _C
-from distca.arguments import check_type
 from distca.connect import hosts, nvshmem
 from distca.connect.agreement import Terms, agree
 from distca.connect.exchange import Exchange, gather_text, names_of
@@ -30,7 +29,7 @@ from distca.connect.options import (
 from distca.connect.place import Place, group_of, place_of
 from distca.context import Context
 from distca.errors import DistcaError, InvalidArgumentError
-from distca.heads import Heads
+from distca.heads import LayerHeads, divided
 from distca.planner.cost import CostModel
 from distca.registry import open_contexts
 from distca.trace.nsys import wanted as nsys_wanted
@@ -45,7 +44,7 @@ def init(
     *,
     transport: str = "auto",
     max_tokens: int,
-    heads: Heads,
+    heads: LayerHeads,
     tensor_parallel: dist.ProcessGroup | dist.DeviceMesh | None = None,
     pipeline_parallel: dist.ProcessGroup | dist.DeviceMesh | None = None,
     heap_bytes: int | None = None,
@@ -78,7 +77,8 @@ def init(
               otherwise torch; on CUDA it is cuda-ipc if all are on one host and otherwise nvshmem.
         max_tokens: the most rows that a rank's token tensor will have, the same on all ranks. With ``heads`` it sets
             the default size of the heap. It limits nothing else.
-        heads: head shape and dtype of the attention layers; with ``tensor_parallel`` those of the whole model.
+        heads: head shape and dtype of the attention layers, or a mapping from their windows to heads, as in `plans`;
+            with ``tensor_parallel`` those of the whole model.
         tensor_parallel: the processes that share the heads of a layer with this one: its tensor group, or a mesh of
             one dimension, such as ``mesh["tp"]``. The call is then collective over all processes, and takes no
             ``group``: the context has all processes with the same rank in their tensor groups, and this one's part of
@@ -134,14 +134,13 @@ def init(
             "init: group, and tensor_parallel or pipeline_parallel; with these the context's ranks follow from all "
             "processes: leave out group"
         )
-    check_type("init", "heads", heads, Heads, "distca.Heads(q=8, kv=2, dim=64)")
     if transport == "nvshmem" and heap_bytes is None:
         heap_bytes = nvshmem.heap_bytes_of_environment()
     cost = cost or CostModel()
     options = core_options(slot_bytes_of(max_tokens, heads, heap_bytes), timeout, cost)  # before others wait
     with ExitStack() as undo:
         with _ranks(group, tensor, pipeline, timeout) as (place, group):
-            heads = heads.divided(place.tensor_ranks)
+            heads = divided(heads, place.tensor_ranks)
             options["slot_bytes"] = slot_bytes_of(max_tokens, heads, heap_bytes)
             num_ranks = len(place.global_ranks)
             with _told(group, timeout):

@@ -12,7 +12,7 @@ from distca import _C
 from distca.connect.options import attention_problem, chosen_attention, core_options, device_name, slot_bytes_of
 from distca.context import Context
 from distca.errors import InvalidArgumentError
-from distca.heads import Heads
+from distca.heads import LayerHeads
 from distca.planner.cost import CostModel
 
 _groups = itertools.count()
@@ -22,7 +22,7 @@ def loopback(
     num_ranks: int,
     *,
     max_tokens: int,
-    heads: Heads,
+    heads: LayerHeads,
     heap_bytes: int | None = None,
     timeout: float = 600.0,
     cost: CostModel | None = None,
@@ -53,7 +53,7 @@ def loopback(
 def make_group(
     num_ranks: int,
     max_tokens: int,
-    heads: Heads,
+    heads: LayerHeads,
     heap_bytes: int | None,
     timeout: float,
     cost: CostModel | None,

@@ -10,7 +10,7 @@ from distca import _C
 from distca.arguments import check_type, is_number, is_whole
 from distca.connect.cpu_kernels import CpuKernels
 from distca.errors import DeviceError, InvalidArgumentError
-from distca.heads import Heads
+from distca.heads import LayerHeads, shapes_of
 from distca.planner.cost import CostModel
 from distca.planner.memory import SLOTS, default_heap_bytes
 
@@ -18,17 +18,22 @@ EXTENT_ALIGNMENT = _C.EXTENT_ALIGNMENT
 _LEAST_SECONDS, _MOST_SECONDS = 0.001, 1e8  # of a timeout: the core counts milliseconds, and refuses 1e9 seconds
 
 
-def chosen_attention(attention: str | None, device: str, heads: Heads) -> str:
-    """What computes attention over these heads, ``"own"`` or ``"flash"``, by an argument or else the environment."""
-    return _C.chosen_attention(attention, device, heads.q, heads.kv, heads.dim, heads.value_dim, heads.dtype_number)
+def chosen_attention(attention: str | None, device: str, heads: LayerHeads) -> str:
+    """What computes attention over these heads, ``"own"`` or ``"flash"``, by an argument or else the environment.
+
+    It computes all layers. If only some have heads that suit the own kernels, `attention_problem` names the others.
+    """
+    choices = {_C.chosen_attention(attention, device, *shape.numbers) for shape in shapes_of("init", heads)}
+    return "own" if "own" in choices else "flash"
 
 
-def attention_problem(device: str, attention: str, heads: Heads) -> str:
+def attention_problem(device: str, attention: str, heads: LayerHeads) -> str:
     """Why the own kernels, if they are chosen, cannot compute these heads on this device; empty if they can."""
     if device == "cpu" or attention != "own":
         return ""
-    shape = heads.q, heads.kv, heads.dim, heads.value_dim, heads.dtype_number
-    problem = _C.own_attention_problem(*shape, int(device.removeprefix("cuda:")))
+    number = int(device.removeprefix("cuda:"))
+    problems = (_C.own_attention_problem(*shape.numbers, number) for shape in shapes_of("init", heads))
+    problem = next(filter(None, problems), "")
     return problem and f"attention = 'own': {problem}"
 
 
@@ -72,13 +77,13 @@ def core_options(slot_bytes: int, timeout: float, cost: CostModel) -> dict[str, 
     }
 
 
-def slot_bytes_of(max_tokens: int, heads: Heads, heap_bytes: int | None) -> int:
+def slot_bytes_of(max_tokens: int, heads: LayerHeads, heap_bytes: int | None) -> int:
     """Bytes of one slot of the heap that is asked for, or of the default one."""
     if not is_whole(max_tokens, 1):
         raise InvalidArgumentError(f"init: max_tokens = {max_tokens!r}; an integer from 1 on is expected")
-    check_type("init", "heads", heads, Heads, "distca.Heads(q=8, kv=2, dim=64)")
+    largest = shapes_of("init", heads)[0]
     if heap_bytes is None:
-        heap_bytes = default_heap_bytes(max_tokens, heads)
+        heap_bytes = default_heap_bytes(max_tokens, largest)
         if not is_whole(heap_bytes, 1):
             raise InvalidArgumentError(
                 f"init: max_tokens = {max_tokens}; a heap for so many rows of these heads has {heap_bytes} bytes, more "

@@ -263,6 +263,11 @@ def _checked_plan(
         "this layer is not causal; only causal attention is supported yet. Beside an encoder of images or sound, say "
         'which part is for distca: attn_implementation={"text_config": "distca", "vision_config": "sdpa"}',
     )
+    refuse(
+        isinstance(attention_mask, DeferredMask) and attention_mask.is_part,
+        "the model leaves rows out before its last layers (logits_to_keep), and a plan covers all rows: leave out "
+        "logits_to_keep, or give the rows whose logits you want as a tensor",
+    )
     _check_call(query, key, found, dropout, kwargs)
     _check_mask(attention_mask)
     refuse(

@@ -82,7 +82,8 @@ def plan_inputs(
     windows, options = windows_of(model.config), {"context": context} | plan_options
     if in_sliding_layers_alone(model.config):
         options["bidirectional_windows"] = [window for window in windows if window is not None]
-    return {**inputs, "plan": make(layout, context.heads, windows=windows, **options), "distca_context": distca_context}
+    made = make(layout, context.layer_heads, windows=windows, **options)
+    return {**inputs, "plan": made, "distca_context": distca_context}
 
 
 #: How a rank's numbers become a layout; what it tells is found by `_told`.

@@ -14,6 +14,8 @@ from distca.integrations.hf_bidirectional import AskedMask, difference
 from distca.integrations.hf_models import NAME
 from distca.planner.layout import Layout
 
+_ALL = slice(None)
+
 
 class _Unions(TorchFunctionMode):
     """Notices whether a union of masks is computed inside. A graph cannot look into functions, but it can call them."""
@@ -33,10 +35,15 @@ class DeferredMask:
     transformers makes the mask before any layer runs, when the plan is not known. With a plan, layers only ask whether
     the request goes beyond what the plan expresses. Without a plan, the first layer builds the mask and the others
     share it.
+
+    Args:
+        request: what transformers asked for.
+        rows: the query rows of the mask that are left, if a model has left out others on the way.
     """
 
-    def __init__(self, request: dict[str, Any]) -> None:
+    def __init__(self, request: dict[str, Any], rows: slice = _ALL) -> None:
         self._request = request
+        self._rows = rows
         self._mask: torch.Tensor | None = None
         self._built = False
         self._objection: str | None = None
@@ -47,7 +54,12 @@ class DeferredMask:
     def build(self) -> torch.Tensor | None:
         """The boolean mask [1, 1, q, kv] for SDPA, or None if SDPA's own causal flag says the same."""
         if not self._built:
-            self._mask, self._built = sdpa_mask(**self._request), True
+            if self.is_part:  # SDPA's flag is for as many rows as keys
+                whole = sdpa_mask(**self._request | {"allow_is_causal_skip": False})
+                self._mask = None if whole is None else whole[:, :, self._rows]
+            else:
+                self._mask = sdpa_mask(**self._request)
+            self._built = True
         return self._mask
 
     def objection(self) -> str | None:
@@ -57,6 +69,11 @@ class DeferredMask:
         if not self._examined:
             self._objection, self._examined = self._examine(), True
         return self._objection
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the model has left out rows of the mask that it asked for."""
+        return self._rows != _ALL
 
     def has_blocks(self) -> bool:
         """Whether it is a causal mask with blocks. The layer's own word on causality then does not count."""
@@ -119,8 +136,13 @@ class DeferredMask:
         """Refuses a model that computes with the mask itself: its attention cannot be replaced."""
         _refuse_mask("adds it to its attention scores")
 
-    def __getitem__(self, _: Any) -> Any:
-        _refuse_mask("takes parts of it")
+    def __getitem__(self, part: Any) -> DeferredMask:
+        """The mask of some query rows [:, :, rows, :], which models ask for that leave out the other rows."""
+        is_of_rows = isinstance(part, tuple) and len(part) == 4 and all(isinstance(of, slice) for of in part)
+        if not is_of_rows or self.is_part or [part[0], part[1], part[3]] != [_ALL] * 3:
+            _refuse_mask("takes parts of it")
+        rows = range(self._request["q_length"])[part[2]]
+        return self if len(rows) == self._request["q_length"] else DeferredMask(self._request, part[2])
 
     def to(self, *_: Any, **__: Any) -> DeferredMask:
         """The mask itself: hooks of accelerate move all arguments of a layer. The layer that builds it moves it."""
@@ -137,7 +159,7 @@ class DeferredMask:
     def shape(self) -> tuple[int, int, int, int]:
         """That of the mask. A model inside another one asks for it, and then for a mask again (`distca_mask`)."""
         request = self._request
-        return request["batch_size"], 1, request["q_length"], request["kv_length"]
+        return request["batch_size"], 1, len(range(request["q_length"])[self._rows]), request["kv_length"]
 
     @property
     def local_size(self) -> int | None:

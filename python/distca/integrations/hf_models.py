@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from distca.errors import InvalidArgumentError
-from distca.heads import Heads
+from distca.heads import Heads, LayerHeads
 from distca.integrations.hf_recurrent import cut_document, is_recurrent, looks_along_rows, run_by_document
 from distca.integrations.hf_rope import watch
 from distca.planner.layout import PADDING, Chunk, Layout, Window
@@ -309,43 +309,53 @@ def takes_plans(config: PreTrainedConfig) -> bool:
     return any(getattr(part, "_attn_implementation", None) == NAME for part in (config, *parts))
 
 
-def heads_of(config: PreTrainedConfig, dtype: torch.dtype) -> Heads:
-    """The head shape of a language model's attention layers.
+def heads_of(config: PreTrainedConfig, dtype: torch.dtype) -> LayerHeads:
+    """The head shape of a language model's attention layers, for `distca.init` and `distca.plans`.
 
     Args:
         config: the model's configuration.
         dtype: the dtype of q, k and v.
 
+    Returns:
+        The heads of all layers. Where layers of different windows have different ones (Gemma 4, MiMo V2 Flash), a
+        mapping from each of `windows_of` to its heads.
+
     Raises:
-        InvalidArgumentError: the configuration has no attention, or layers that differ in their heads.
+        InvalidArgumentError: the configuration has no attention, or layers of one window differ in their heads.
     """
     config = config.get_text_config()
-    kind = config.model_type
     refuse(
-        getattr(config, "num_attention_heads", None) is None,
-        f"the configuration ({kind}) has no num_attention_heads: the model has no attention layers, or its "
-        "attention is of another kind",
+        getattr(_config_of_layer(config, 0), "num_attention_heads", None) is None,
+        f"the configuration ({config.model_type}) has no num_attention_heads: the model has no attention layers, or "
+        "its attention is of another kind",
     )
-    layers = {_heads_of_layer(config, layer): layer for layer in reversed(range(config.num_hidden_layers))}
-    if len(layers) > 1:
+    if len({_heads_of_layer(config, layer) for layer in range(config.num_hidden_layers)}) == 1:
+        return Heads(*_heads_of_layer(config, 0), dtype)
+    layers: dict[Window, dict[tuple[int, int, int, int], int]] = {}
+    for layer, window in _attention_layers(config):
+        layers.setdefault(window, {}).setdefault(_heads_of_layer(config, layer), layer)
+    for window, first_layers in layers.items():
         shapes = "; ".join(
             f"layer {layer}: q={q}, kv={kv}, dim={dim}, v_dim={v_dim}"
-            for (q, kv, dim, v_dim), layer in sorted(layers.items(), key=lambda of: of[1])
+            for (q, kv, dim, v_dim), layer in first_layers.items()
         )
         refuse(
-            True,
-            f"the model's layers differ in their heads ({shapes}): make a plan for each, such as distca.Plans({{None: "
-            "distca.plan(layout, heads_of_full_layers, context=context), W: distca.plan(layout, heads_of_the_others, "
-            "window=W, context=context)})",
+            len(first_layers) > 1,
+            f"layers of the window {window} differ in their heads ({shapes}), and layers of a window share a plan: not "
+            "supported yet",
         )
-    return Heads(*next(iter(layers)), dtype)
+    return {window: Heads(*shape, dtype) for window, of_window in layers.items() for shape in of_window}
+
+
+def _config_of_layer(config: Any, layer: int) -> Any:
+    """The configuration with the values of one layer. That of a model whose layers differ does not tell them."""
+    return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
 
 
 def _heads_of_layer(config: Any, layer: int) -> tuple[int, int, int, int]:
     """(q, kv, dim, v_dim) of a layer."""
     kind = config.model_type
-    if getattr(config, "is_heterogeneous", False):
-        config = config.per_layer_config[layer]
+    config = _config_of_layer(config, layer)
     of_layers = getattr(config, "num_attention_heads_per_layer", None)
     q = of_layers[layer] if of_layers else config.num_attention_heads
     v_dim = getattr(config, "v_head_dim", None)
@@ -360,6 +370,9 @@ def _heads_of_layer(config: Any, layer: int) -> tuple[int, int, int, int]:
     if kind == "mimo_v2_flash" and config.layer_types[layer] == "sliding_attention":
         kv *= 2
     dim = getattr(config, "head_dim", None) or config.hidden_size // q
+    wide = getattr(config, "global_head_dim", None)  # Gemma 4 before transformers 5.15
+    if wide is not None and config.layer_types[layer] == "full_attention":
+        dim, kv = wide, config.num_global_key_value_heads if config.attention_k_eq_v else kv
     return q, kv, dim, v_dim or dim
 
 
@@ -373,15 +386,18 @@ def windows_of(config: PreTrainedConfig) -> list[Window]:
     Raises:
         InvalidArgumentError: no layer has attention, or a layer's type is not known.
     """
-    config = config.get_text_config()
-    window = None if config.model_type in _NO_WINDOW else getattr(config, "sliding_window", None)
+    return [window for _, window in _attention_layers(config.get_text_config())]
+
+
+def _attention_layers(config: Any) -> list[tuple[int, Window]]:
+    """The number and the window of each layer with attention."""
     kinds = _kinds(config)
+    refuse(
+        not kinds and getattr(config, "num_hidden_layers", None) is None,
+        f"the configuration ({config.model_type}) has no num_hidden_layers: its layers are of another kind",
+    )
     if not kinds:
-        refuse(
-            getattr(config, "num_hidden_layers", None) is None,
-            f"the configuration ({config.model_type}) has no num_hidden_layers: its layers are of another kind",
-        )
-        return [window] * config.num_hidden_layers
+        return [(layer, _window_of_layer(config, layer)) for layer in range(config.num_hidden_layers)]
     known = (*_ATTENTION, *_NO_ATTENTION)
     for layer, kind in enumerate(kinds):
         refuse(
@@ -389,9 +405,18 @@ def windows_of(config: PreTrainedConfig) -> list[Window]:
             f"layer {layer} of the model is of type {kind}, must be one of {', '.join(known)}: other types choose "
             "their keys themselves",
         )
-    chunk = getattr(config, "attention_chunk_size", None)
-    of_kind: dict[str, Window] = {kind: window if has_window else None for kind, has_window in _ATTENTION.items()}
-    of_kind["chunked_attention"] = None if chunk is None else Chunk(chunk)
-    windows = [of_kind[kind] for kind in kinds if kind in of_kind]
-    refuse(not windows, f"none of the model's layers has attention; their types are {', '.join(dict.fromkeys(kinds))}")
-    return windows
+    layers = [(layer, _window_of_layer(config, layer)) for layer, kind in enumerate(kinds) if kind in _ATTENTION]
+    refuse(not layers, f"none of the model's layers has attention; their types are {', '.join(dict.fromkeys(kinds))}")
+    return layers
+
+
+def _window_of_layer(config: Any, layer: int) -> Window:
+    """The window of a layer with attention."""
+    kinds, of_layer = _kinds(config), _config_of_layer(config, layer)
+    if kinds and kinds[layer] == "chunked_attention":
+        rows = getattr(of_layer, "attention_chunk_size", None)
+        return None if rows is None else Chunk(rows)
+    if config.model_type in _NO_WINDOW or (kinds and not _ATTENTION[kinds[layer]]):
+        return None
+    window: int | None = getattr(of_layer, "sliding_window", None)
+    return window

@@ -17,7 +17,7 @@ import torch
 
 from distca.current import Current
 from distca.errors import InvalidArgumentError
-from distca.heads import Heads
+from distca.heads import LayerHeads
 from distca.integrations.hf_forward import with_plan
 from distca.integrations.hf_models import has_own_loss, refuse
 from distca.pingpong.ping_pong import greenlet_module, prepare, refuse_compiled, run_halves
@@ -47,12 +47,14 @@ class HalvedPlans:
         self.plans = plans
 
 
-def plan_halves(layout: Layout, heads: Heads, *, windows: Iterable[Window] = (None,), **options: Any) -> HalvedPlans:
+def plan_halves(
+    layout: Layout, heads: LayerHeads, *, windows: Iterable[Window] = (None,), **options: Any
+) -> HalvedPlans:
     """Deals a layout's documents out to two halves, and plans each half.
 
     Args:
         layout: the layout of the whole batch.
-        heads: the head shape, as in `distca.plan`.
+        heads: head shape and dtype, as in `distca.plans`.
         windows: the windows of the model's layers (`windows_of`).
         options: further arguments of `distca.plan` (`context`, ...). ``overlap`` is True by default.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distca.arguments import check_type, is_whole, listed
@@ -96,6 +96,11 @@ class PipelinePlans:
         **options: Any,
     ) -> None:
         self.layouts, self.stages = _checked(layouts, stages)
+        if isinstance(heads, Mapping):
+            raise InvalidArgumentError(
+                f"PipelinePlans: heads are a mapping from {[*heads]}; layers of all stages share the steps of a tick, "
+                "and therefore must have the same heads"
+            )
         for name in ("mask", "window", "tasks", "retain_bytes", "label"):
             if name in options:
                 raise InvalidArgumentError(f"PipelinePlans: {name} = {options[name]!r} cannot be given; see its Args")

@@ -110,7 +110,7 @@ class Plan:
         """The core's plan of all ranks. An unpickled plan makes it again when it is first needed."""
         options = _C.PlanOptions()
         heads = self.heads
-        options.heads = (heads.q, heads.kv, heads.dim, heads.value_dim, heads.dtype_number)
+        options.heads = heads.numbers
         for name, value in self._arguments.items():
             setattr(options, name, value.core if name == "cost" else value)
         if self._like is not None:

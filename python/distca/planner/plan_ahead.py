@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar, cast, overload
 import torch.distributed as dist
 
 from distca.errors import InvalidArgumentError
-from distca.heads import Heads
+from distca.heads import Heads, LayerHeads
 from distca.planner.ahead import Ahead
 from distca.planner.exchange import ENDED, Exchange, GatheredSteps, Steps
 from distca.planner.layout import Layout, Window
@@ -57,7 +57,8 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
     `rank` is the rank whose slice the plans carry (default: that of the `context`, or this process's rank in `group` if
     none is given). `plan_options` go to `distca.plan`; the `context` that runs the plans is one of them. `windows` are
     the windows of a model whose layers differ in their sliding window; each step then has `distca.Plans` instead of one
-    `distca.Plan`. The thread calls loader and callbacks, one call at a time.
+    `distca.Plan`, and `heads` may be a mapping, as in `distca.plans`. The thread calls loader and callbacks, one call
+    at a time.
 
     The next iteration raises an exception of the loader, of the callbacks or of planning. With `lengths` or `segments`,
     the other ranks then raise a PeerLeftError that names the rank. To stop the thread, use the PlanAhead as a context
@@ -94,7 +95,7 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
         self: PlanAhead[Batch, Plans],
         loader: Iterable[Batch],
         *,
-        heads: Heads,
+        heads: LayerHeads,
         layout: Callable[[Batch], Layout] | None = None,
         lengths: Lengths | None = None,
         continues: Continues = None,
@@ -113,7 +114,7 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
         self,
         loader: Iterable[Batch],
         *,
-        heads: Heads,
+        heads: LayerHeads,
         layout: Callable[[Batch], Layout] | None = None,
         lengths: Lengths | None = None,
         continues: Continues = None,
@@ -144,7 +145,7 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
             None if layout is not None else telling("PlanAhead", lengths, continues, segments, bidirectional, branches)
         )
         make: Callable[[Layout], Plan | Plans] = (
-            functools.partial(plan, heads=heads, rank=rank, **plan_options)
+            functools.partial(plan, heads=cast(Heads, heads), rank=rank, **plan_options)
             if windows is None
             else functools.partial(plans, heads=heads, rank=rank, windows=list(windows), **plan_options)
         )

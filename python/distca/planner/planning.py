@@ -5,7 +5,7 @@ None of these needs a process group or a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import torch
 
 from distca.arguments import check_type, is_number, is_whole, listed
 from distca.errors import InvalidArgumentError
-from distca.heads import DTYPE_NUMBERS, Heads
+from distca.heads import DTYPE_NUMBERS, Heads, LayerHeads, shapes_of
 from distca.planner.cost import CostModel
 from distca.planner.layout import Chunk, Layout, Window
 from distca.planner.memory import MemoryReport, report
@@ -131,6 +131,10 @@ def plan(
         True
     """
     check_type("plan", "layout", layout, Layout, "distca.Layout.from_documents([[100, 20], [80]])")
+    if isinstance(heads, Mapping):
+        raise InvalidArgumentError(
+            f"plan: heads are a mapping from {[*heads]}; a plan has one head shape: distca.plans makes a plan for each"
+        )
     check_type("plan", "heads", heads, Heads, "distca.Heads(q=8, kv=2, dim=64)")
     here = None if context is None else _context_of(layout, context)
     if rank is None:
@@ -247,7 +251,7 @@ def _retain_bytes(asked: int | Sequence[int], num_ranks: int) -> list[int]:
 
 def plans(
     layout: Layout,
-    heads: Heads,
+    heads: LayerHeads,
     *,
     windows: Iterable[Window],
     bidirectional_windows: Iterable[Window] | None = None,
@@ -256,7 +260,9 @@ def plans(
     """One plan for each window, for a model whose layers differ in their window (Gemma, gpt-oss, Llama 4).
 
     Args:
-        layout, heads: as in `plan`.
+        layout: as in `plan`.
+        heads: head shape and dtype of all layers. Where layers of another window have other heads (Gemma 4, MiMo V2
+            Flash), a mapping from each window to its heads.
         windows: the layers' windows; None for layers that see their whole document, `Chunk` for attention in chunks.
         bidirectional_windows: the windows of the layers in which the layout's bidirectional rows see those after them;
             by default all. In Gemma 4 only layers with a sliding window do so.
@@ -267,19 +273,28 @@ def plans(
 
     Raises:
         DistcaError: as in `plan`.
-        InvalidArgumentError: there is no window.
+        InvalidArgumentError: there is no window, or one without heads.
+
+    Examples:
+        >>> layout = distca.Layout.from_documents([[500], [100, 80]])
+        >>> heads = {None: distca.Heads(q=4, kv=1, dim=128), 64: distca.Heads(q=4, kv=2, dim=64)}
+        >>> made = distca.plans(layout, heads, windows=[64, 64, None])
+        >>> {window: plan.heads.dim for window, plan in made.items()}
+        {64: 64, None: 128}
     """
+    shapes_of("plans", heads)
     check_type("plans", "layout", layout, Layout, "distca.Layout.from_documents([[100, 20], [80]])")
 
     def made(window: Window) -> Plan:
         rows = layout if bidirectional is None or window in bidirectional else layout.with_bidirectional({})
+        of_window = heads[window] if isinstance(heads, Mapping) else heads
         if not isinstance(window, Chunk):
-            return plan(rows, heads, window=window, **options)
+            return plan(rows, of_window, window=window, **options)
         if options.get("mask", "causal") != "causal":
             raise InvalidArgumentError(
                 f"plans: mask = {options['mask']!r} with {window}; the rows of a chunk see it up to themselves"
             )
-        of_chunks = plan(rows.chunked(window.rows), heads, **options)
+        of_chunks = plan(rows.chunked(window.rows), of_window, **options)
         of_chunks.whole = layout
         return of_chunks
 
@@ -293,6 +308,10 @@ def plans(
             raise InvalidArgumentError(
                 f"plans: a window is {window!r}; None, a number of rows or a distca.Chunk is allowed"
             )
+    if isinstance(heads, Mapping) and (others := [window for window in given if window not in heads]):
+        raise InvalidArgumentError(
+            f"plans: heads are given for the windows {[*heads]}, and there are layers of the windows {others}"
+        )
     if bidirectional is not None and (others := [window for window in bidirectional if window not in given]):
         raise InvalidArgumentError(f"plans: bidirectional_windows has {others}, which are none of the windows {given}")
     if "window" in options:

@@ -12,7 +12,7 @@ from distca.connect.loopback import make_group
 from distca.connect.options import device_name
 from distca.context import Context
 from distca.errors import InvalidArgumentError
-from distca.heads import Heads
+from distca.heads import LayerHeads
 from distca.planner.cost import CostModel
 from distca.testing import _emulation
 from distca.trace.trace import Link
@@ -24,7 +24,7 @@ def loopback(
     num_ranks: int,
     *,
     max_tokens: int,
-    heads: Heads,
+    heads: LayerHeads,
     heap_bytes: int | None = None,
     timeout: float = 600.0,
     cost: CostModel | None = None,

@@ -61,6 +61,11 @@ CASES: dict[str, Case] = {
         | {"layer_types": ["full_attention", "sliding_attention"]},
     ),
     "gemma4_text, full layers of other heads": Case("gemma4_text", _OTHER_HEADS),
+    "gemma4_text, heads as released": Case("gemma4_text", _OTHER_HEADS | {"global_head_dim": 512, "head_dim": 256}),
+    "laguna, other heads in layers with a window": Case(
+        "laguna", _WINDOWS | {"layer_types": _TYPES, "num_attention_heads_per_layer": [4, 6]}
+    ),
+    "laguna, heads of each layer": Case("laguna", {"num_attention_heads_per_layer": [4, 6]}),
     "phi3, windows": Case("phi3", _WINDOWS),
     "starcoder2, windows": Case("starcoder2", _WINDOWS),
     "qwen2_moe, windows": Case("qwen2_moe", _WINDOWS | {"use_sliding_window": True, "layer_types": _TYPES}),
@@ -99,12 +104,9 @@ CASES |= RECURRENT
 CASES |= {f"{name}, whole documents": dataclasses.replace(case, whole=True) for name, case in RECURRENT.items()}
 CASES = {name: case for name, case in CASES.items() if case.entry in tiny.CLASSES}  # older versions lack some
 
-#: Cases in which the caller makes a plan for each window by hand.
-BY_HAND = ("gemma4_text, full layers of other heads", "mimo_v2_flash")
-
 #: What the errors of refused cases say, and the cases that get each error.
 REFUSED: dict[str, tuple[str, ...]] = {
-    "layers differ in their heads .* make a plan for each": BY_HAND,
+    "layers of the window None differ in their heads": ("laguna, heads of each layer",),
     "carries a state from row to row, and document 0 is cut on rank 0: take homes of whole documents": tuple(RECURRENT),
     "none of the model's layers has attention": ("bamba", "granitemoehybrid", "jamba", "recurrent_gemma"),
     "a position bias is not supported yet": tuple(
@@ -131,7 +133,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
         *(
             "big_bird",
             "doge",
-            "gemma4_text, shared keys",
             "gpt_neox_japanese",
             "megatron-bert",
             "openai-gpt",
@@ -158,7 +159,7 @@ REASONS = {name: re.compile(sentence) for sentence, names in REFUSED.items() for
 
 
 def expected_kind(name: str) -> str:
-    return "by hand" if name in BY_HAND else "refused" if name in REASONS else "exact"
+    return "refused" if name in REASONS else "exact"
 
 
 def is_as_expected(name: str, verdict: Verdict) -> bool:

@@ -211,6 +211,8 @@ def _set_weights(model: torch.nn.Module) -> None:
     """Gives matrices a gain of 1.5, and moves norms, biases and sinks from their initial values by different amounts.
 
     With transformers' initial weights attention is nearly uniform: a wrong position then changes a loss by 1e-6 only.
+    Layers that do not scale their normalised queries (Gemma 4) learn to; without that, a row of wide heads sees one key
+    alone, and rounding decides which.
     """
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -220,3 +222,6 @@ def _set_weights(model: torch.nn.Module) -> None:
                 weight.copy_(noise * (1.5 / math.sqrt(weight.shape[-1])))
             else:
                 weight.add_(0.2 * noise)
+        for module in model.modules():
+            if getattr(module, "scaling", None) == 1.0 and hasattr(module, "q_norm"):
+                module.q_norm.weight.mul_(module.head_dim**-0.5)

@@ -39,8 +39,7 @@ _UNSHIFTED = ("whisper",)
 class Verdict:
     """What was found about a model.
 
-    `kind` is "exact", "by hand" (exact with the plans that a refusal asks for), "refused" or "fails". `sentence` has
-    the figures, the refusal, or what went wrong.
+    `kind` is "exact", "refused" or "fails". `sentence` has the figures, the refusal, or what went wrong.
     """
 
     kind: str
@@ -63,24 +62,25 @@ def judge(case: Case) -> Verdict:
     """The verdict on a model whose caller follows the documentation.
 
     The model also fails if another caller gets other numbers without an error: one who only evaluates, passes the plan
-    in another way, leaves out the positions, lets the model compute the loss, or makes heads by hand.
+    in another way, leaves out the positions, lets the model compute the loss, or makes heads by hand where the library
+    finds none.
     """
     try:
         models = [case.model("distca") for _ in range(2)]
     except distca.InvalidArgumentError as error:
         return Verdict("refused", str(error))
-    by_hand = None
+    refused = None
     try:
         plans = case.plans(models[0].config)
     except distca.InvalidArgumentError as error:
-        by_hand = Verdict("refused", str(error))
+        refused = Verdict("refused", str(error))
         plans = plans_by_hand(case)
     expected = functools.cache(lambda: reference(case))
     usual = Way(by_keyword=takes_any_keyword(models[0]))
     found = _judged(case, models, plans, dataclasses.replace(usual, train=True), expected)
-    verdict = by_hand or found
-    if by_hand is not None and found.kind != "refused":
-        verdict = Verdict("by hand" if found.kind == "exact" else "fails", f"{by_hand.sentence}: {found.sentence}")
+    verdict = refused or found
+    if refused is not None and found.kind != "refused":
+        return Verdict("fails", f"{refused.sentence}: but with plans by hand {found}")
     others = [usual, Way(by_keyword=False), dataclasses.replace(usual, with_positions=False)]
     if "labels" in inspect.signature(models[0].forward).parameters and case.entry not in _UNSHIFTED:
         others += [dataclasses.replace(usual, labels=names) for names in (("labels",), ("labels", "shift_labels"))]

@@ -12,6 +12,7 @@ import torch
 
 from distca.apps.common.options import ConfigError
 from distca.apps.common.sources import STANDARD_LIBRARY_SCALE
+from distca.heads import LARGEST_DIM
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HOMES = ("packed", "head-tail", "whole")
@@ -367,10 +368,9 @@ class TrainConfig:
         heads, kv_heads, hidden = (self.tiny(name) for name in ("heads", "kv_heads", "hidden"))
         if heads % kv_heads:
             _fail(self, "kv_heads", f"a divisor of --heads ({heads})", kv_heads)
-        if hidden % heads or hidden // heads % 8 or hidden // heads > 256:
-            _fail(
-                self, "hidden", f"--heads ({heads}) times a head size that is a multiple of 8 and at most 256", hidden
-            )
+        if hidden % heads or hidden // heads % 8 or hidden // heads > LARGEST_DIM:
+            size = f"a head size that is a multiple of 8 and at most {LARGEST_DIM}"
+            _fail(self, "hidden", f"--heads ({heads}) times {size}", hidden)
 
     def tiny(self, name: str) -> int:
         """A number of the tiny model's shape: the given one, or the default."""

@@ -61,7 +61,7 @@ def planned(
 
     with PlanAhead(
         parts(),
-        heads=context.heads,
+        heads=context.layer_heads,
         context=context,
         layout=lambda part: part.batch.layout,
         windows=windows,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from distca.apps.common.memory_log import UNWATCHED
 from distca.apps.common.options import ConfigError
@@ -30,6 +30,7 @@ from distca.apps.train.tracing import TRACED_STEPS
 from distca.connect.init import init
 from distca.context import Context
 from distca.errors import InvalidArgumentError
+from distca.heads import Heads
 from distca.integrations import hf
 from distca.pipeline import TickTime
 from distca.trace.trace import Trace
@@ -49,7 +50,7 @@ class SplitRun:
         shape, checkpoint = model_config(config, vocabulary)
         whole = without_weights(config, shape)
         text = shape.get_text_config()
-        self._heads, windows = hf.heads_of(text, config.torch_dtype), hf.windows_of(text)
+        self._heads, windows = _heads_of(text, config), hf.windows_of(text)
         layers = check_split(config, whole)
         scale, softcap = common_scores(whole, config.how_split)
         plan = tensor_plan(whole, split.tensor, self._heads) if split.tensor > 1 else {}
@@ -131,6 +132,17 @@ class SplitRun:
         return []
 
 
+def _heads_of(text: PreTrainedConfig, config: TrainConfig) -> Heads:
+    """The heads of all layers of a language model, which share the steps of a tick."""
+    try:
+        heads = hf.heads_of(text, config.torch_dtype)
+    except InvalidArgumentError as error:
+        raise ConfigError(f"{config.how_split}: {error}") from error
+    if not isinstance(heads, Heads):
+        raise ConfigError(f"{config.how_split}: the model's layers differ in their heads, by window: {dict(heads)}")
+    return heads
+
+
 def check_split(config: TrainConfig, whole: PreTrainedModel) -> list[int]:
     """The layers of each stage's chunks.
 
@@ -143,10 +155,7 @@ def check_split(config: TrainConfig, whole: PreTrainedModel) -> list[int]:
     """
     check_plans(whole, config)
     text = whole.config.get_text_config()
-    try:
-        heads = hf.heads_of(text, config.torch_dtype)
-    except InvalidArgumentError as error:
-        raise ConfigError(f"{config.how_split}: {error}") from error
+    heads = _heads_of(text, config)
     if config.pipeline > 1 or config.fsdp:
         check_can_be_cut(whole, config.how_split)
     check_has_layers(whole, config.how_split)
