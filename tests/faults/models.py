@@ -1,10 +1,13 @@
-"""Faults of models of transformers: recurrent layers, and attention in chunks."""
+"""Faults of models of transformers: recurrent layers, attention in chunks, and layers that differ in their heads."""
 
 from faults.fault import Fault
 
 RECURRENT = "tests/integrations/test_hf_recurrent.py"
 FAMILIES = "tests/integrations/test_families.py"
 CHUNKS = "tests/plan/test_chunks.py"
+HEADS = "tests/plan/test_layer_heads.py"
+MODELS = "tests/integrations/test_models.py"
+CALLERS = "tests/integrations/test_hf_callers.py"
 
 FAULTS = [
     Fault(
@@ -63,5 +66,68 @@ FAULTS = [
         "    query = _by_position(module, query, plan)\n",
         "",
         (FAMILIES,),
+    ),
+    Fault(
+        "all windows have the heads of the first",
+        "python/distca/planner/planning.py",
+        "        of_window = heads[window] if isinstance(heads, Mapping) else heads\n",
+        "        of_window = next(iter(heads.values())) if isinstance(heads, Mapping) else heads\n",
+        (HEADS,),
+    ),
+    Fault(
+        "the heap is sized for the heads with the fewest bytes",
+        "python/distca/heads.py",
+        "(-shape.row_bytes, ",
+        "(shape.row_bytes, ",
+        (HEADS,),
+    ),
+    Fault(
+        "heads by window are not divided among tensor ranks",
+        "python/distca/heads.py",
+        "{window: of_window.divided(tensor_ranks) for window, of_window in heads.items()}",
+        "dict(heads)",
+        ("tests/pipeline/test_meshes.py",),
+    ),
+    Fault(
+        "the kernel is chosen for some layers alone",
+        "python/distca/connect/options.py",
+        'return "own" if "own" in choices else "flash"',
+        'return "flash" if "flash" in choices else "own"',
+        (HEADS,),
+    ),
+    Fault(
+        "layers of one window that differ in their heads get the plan of the first",
+        "python/distca/integrations/hf_models.py",
+        "            len(first_layers) > 1,\n",
+        "            False,\n",
+        (MODELS,),
+    ),
+    Fault(
+        "the heads of a layer are those of the whole configuration",
+        "python/distca/integrations/hf_models.py",
+        "    config = _config_of_layer(config, layer)\n",
+        "    config = _config_of_layer(config, 0)\n",
+        (MODELS,),
+    ),
+    Fault(
+        "rows that are left see what the first rows see",
+        "python/distca/integrations/hf_masks.py",
+        "whole[:, :, self._rows]",
+        "whole[:, :, : len(range(whole.shape[2])[self._rows])]",
+        (CALLERS,),
+    ),
+    Fault(
+        "rows that are left have no mask but a causal one of their own",
+        "python/distca/integrations/hf_masks.py",
+        'self._request | {"allow_is_causal_skip": False}',
+        "self._request",
+        (CALLERS,),
+    ),
+    Fault(
+        "a plan is taken where the model has left rows out",
+        "python/distca/integrations/hf.py",
+        "isinstance(attention_mask, DeferredMask) and attention_mask.is_part,",
+        "False,",
+        (CALLERS,),
     ),
 ]

@@ -24,6 +24,8 @@ SAMPLE = {
     "windows": "mistral",
     "layers with windows between others": "cohere2",
     "layers that differ in their heads": "mimo_v2_flash",
+    "wide heads": "gemma4_text, heads as released",
+    "keys of earlier layers": "gemma4_unified_text, shared keys",
     "two calls of attention a layer": "diffllama",
     "layers that run several times": "hrm_text",
     "softcap": "gemma2",

@@ -121,6 +121,18 @@ def test_heads_are_divided_among_tensor_ranks(q: int, kv: int, tensor_ranks: int
     assert heads == distca.Heads(*expected, dim=64, v_dim=32)
 
 
+def _heads_by_window() -> tuple[Any, ...]:
+    mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    heads = {None: distca.Heads(8, 2, 16), 5: distca.Heads(4, 1, 32)}
+    with _init(tensor_parallel=mesh["tp"], heads=heads) as context:
+        return context.layer_heads, context.heads
+
+
+def test_heads_of_each_window_are_divided_among_tensor_ranks() -> None:
+    halves = {None: distca.Heads(4, 1, 16), 5: distca.Heads(2, 1, 32)}
+    assert launch(_heads_by_window, ranks=2) == [(halves, halves[5])] * 2
+
+
 @pytest.mark.parametrize(("q", "kv", "tensor_ranks"), [(6, 2, 4), (6, 3, 2), (6, 2, 3), (4, 4, 0), (4, 4, True)])
 def test_heads_that_cannot_be_divided_are_refused(q: int, kv: int, tensor_ranks: int) -> None:
     with pytest.raises(distca.InvalidArgumentError, match="tensor ranks"):

@@ -70,7 +70,10 @@ CASES: dict[str, Case] = {
     "starcoder2, windows": Case("starcoder2", _WINDOWS),
     "qwen2_moe, windows": Case("qwen2_moe", _WINDOWS | {"use_sliding_window": True, "layer_types": _TYPES}),
     "gemma3n_text, shared keys": Case("gemma3n_text", _SHARED),
-    "gemma4_text, shared keys": Case("gemma4_text", _SHARED | {"global_head_dim": 16}),
+    "gemma4_text, shared keys": Case(
+        "gemma4_text", _SHARED | {"global_head_dim": 16, "hidden_size_per_layer_input": 32}
+    ),
+    "gemma4_unified_text, shared keys": Case("gemma4_unified_text", _SHARED | {"global_head_dim": 16}),
     "minimax_m3_vl_text, chosen keys": Case(
         "minimax_m3_vl_text", {"layer_types": ["full_attention", "minimax_m3_sparse"], "index_block_size": 8}
     ),

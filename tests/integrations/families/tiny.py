@@ -223,5 +223,5 @@ def _set_weights(model: torch.nn.Module) -> None:
             else:
                 weight.add_(0.2 * noise)
         for module in model.modules():
-            if getattr(module, "scaling", None) == 1.0 and hasattr(module, "q_norm"):
+            if getattr(module, "scaling", None) == 1.0 and hasattr(module, "q_norm") and module.head_dim >= 256:
                 module.q_norm.weight.mul_(module.head_dim**-0.5)
