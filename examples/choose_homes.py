@@ -85,11 +85,13 @@ def train_on_a_rank(way):
     return losses, max(sent), sum(sent) // RANKS
 
 
+def train_in_both_ways():
+    return {way: train_on_a_rank(way) for way in ("packed", "spread")}
+
+
 def main():
-    found = {}
-    for way in ("packed", "spread"):
-        # All ranks return the same.
-        losses, most, mean = found[way] = distca.launch(train_on_a_rank, way, ranks=RANKS)[0]
+    found = distca.launch(train_in_both_ways, ranks=RANKS)[0]  # all ranks return the same
+    for way, (losses, most, mean) in found.items():
         print(f"{way}: losses {' '.join(f'{loss:.6f}' for loss in losses)}")
         print(f"{way}: in a layer of the last step ranks send {mean:,} bytes, the busiest {most:,}")
     differences = [abs(a - b) for a, b in zip(found["packed"][0], found["spread"][0], strict=True)]
