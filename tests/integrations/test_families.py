@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from families.verdict import judge
 
 import distca
 from distca.integrations import hf
+from distca.simulator.reading import read_model
 
 SAMPLE = {
     "full attention, RoPE": "llama",
@@ -100,3 +102,18 @@ def test_every_configuration_says_its_heads_and_windows_or_why_it_has_none() -> 
                 said(config)
             except distca.InvalidArgumentError as error:
                 assert str(error), name
+
+
+def test_the_simulator_takes_a_models_attention_for_what_it_is_or_refuses_it(tmp_path: Path) -> None:
+    path, taken = tmp_path / "config.json", 0
+    for name, case in CASES.items():
+        config = tiny.config_of(case.entry, case.options)
+        path.write_text(config.to_json_string(use_diff=False))
+        try:
+            model = read_model(path)
+        except distca.InvalidArgumentError:
+            continue
+        taken += 1
+        assert hf.windows_of(config) == [None] * model.layers, name
+        assert hf.heads_of(config, model.heads.dtype) == model.heads, name
+    assert taken > 50

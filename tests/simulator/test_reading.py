@@ -55,15 +55,18 @@ def test_toml_and_json_say_the_same(tmp_path: Path) -> None:
     assert read_parallelism(tmp_path / "p.toml") == read_parallelism(tmp_path / "p.json") == wanted
 
 
+LLAMA: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+    "num_attention_heads": 4,
+    "rope_theta": 1.0,
+}
+
+
 def test_a_config_json_of_transformers_is_a_model(tmp_path: Path) -> None:
-    config = {
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "vocab_size": 100,
-        "num_attention_heads": 4,
-        "rope_theta": 1.0,
-    }
+    config = LLAMA
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     model = read_model(path)
@@ -74,8 +77,29 @@ def test_a_config_json_of_transformers_is_a_model(tmp_path: Path) -> None:
     path.write_text(json.dumps(config | {"hidden_size": 66}))
     with pytest.raises(distca.InvalidArgumentError, match="hidden_size = 66 is not a multiple of num_attention_heads"):
         read_model(path)
-    path.write_text(json.dumps(config | {"num_local_experts": 8}))
-    with pytest.raises(distca.InvalidArgumentError, match="num_local_experts = 8; models with experts"):
+    path.write_text(json.dumps(config | {"layer_types": ["full_attention"] * 2, "sliding_window": 8}))
+    assert read_model(path) == model, "no layer has the window"
+    path.write_text(json.dumps(config | {"use_sliding_window": False, "sliding_window": 8}))
+    assert read_model(path) == model
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"num_local_experts": 8}, "num_local_experts = 8; models with experts are not modelled"),
+        ({"sliding_window": 8}, "sliding_window = 8; layers with windows are not modelled"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, r"layer_types = .*; layers with windows or chunks"),
+        ({"per_layer_config": {"1": {"head_dim": 64}}}, "per_layer_config = .*; layers that differ in their heads"),
+        ({"kv_lora_rank": 8}, "kv_lora_rank = 8; models with latent attention"),
+        ({"mamba_d_state": 8}, "mamba_d_state = 8; layers without attention"),
+    ],
+)
+def test_a_config_json_of_what_is_not_modelled_is_refused(
+    content: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA | content))
+    with pytest.raises(distca.InvalidArgumentError, match=message):
         read_model(path)
 
 

@@ -71,9 +71,8 @@ def read_model(source: str | Path) -> Model:
     missing = [name for name in names.values() if name not in content]
     if missing:
         raise InvalidArgumentError(f"{source}: {', '.join(missing)} is missing; a config.json of a decoder is expected")
-    for name, value in content.items():
-        if "expert" in name and value:
-            raise InvalidArgumentError(f"{source}: {name} = {value!r}; models with experts are not modelled")
+    if other := _not_modelled(content):
+        raise InvalidArgumentError(f"{source}: {other} are not modelled")
     values = {ours: content[theirs] for ours, theirs in names.items()}
     values["kv_heads"] = content.get("num_key_value_heads") or values["q_heads"]
     head_dim, hidden, heads = content.get("head_dim"), values["hidden"], values["q_heads"]
@@ -86,6 +85,28 @@ def read_model(source: str | Path) -> Model:
         head_dim = hidden // heads
     values["head_dim"] = head_dim
     return _made(Model, values, f"{source}: model")
+
+
+def _not_modelled(content: Mapping[str, Any]) -> str | None:
+    """What a config.json has that no model of Llama's kind has: a key, its value, and in words."""
+
+    def said(name: str, what: str) -> str:
+        return f"{name} = {content[name]!r}; {what}"
+
+    for name, value in content.items():
+        if "expert" in name and value:
+            return said(name, "models with experts")
+        if name.startswith("mamba_") and value:
+            return said(name, "layers without attention")
+    for name in ("layer_types", "layers_block_type", "block_types", "attn_layer_indices"):
+        if set(content.get(name) or ()) - {"full_attention", "attention"}:
+            return said(name, "layers with windows or chunks, and layers without attention,")
+    if content.get("sliding_window") and content.get("use_sliding_window", True) and not content.get("layer_types"):
+        return said("sliding_window", "layers with windows")
+    for name in ("per_layer_config", "num_attention_heads_per_layer"):
+        if content.get(name):
+            return said(name, "layers that differ in their heads")
+    return said("kv_lora_rank", "models with latent attention") if content.get("kv_lora_rank") else None
 
 
 def read_parallelism(source: str | Path) -> Parallelism:
