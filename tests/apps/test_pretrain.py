@@ -413,6 +413,8 @@ def test_heads_that_tensor_ranks_cannot_share_are_an_error() -> None:
         ({"hidden_size": "many"}, "invalid literal"),
         ({"num_hidden_layers": None}, "cannot be read"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
+        ({"use_sliding_window": True}, "use_sliding_window is True, must be false"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; silu"),
     ],
 )
 def test_a_configuration_that_is_not_carried_over_is_an_error(

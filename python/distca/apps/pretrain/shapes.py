@@ -94,8 +94,11 @@ def _read(path: Path) -> Shape:
         found = json.loads(file.read_text(encoding="utf-8"))
         if found["model_type"] not in ("llama", "qwen3"):
             raise ValueError(f"model_type is {found['model_type']!r}; llama and qwen3 are allowed")
-        if found["model_type"] == "llama" and (found.get("attention_bias") or found.get("mlp_bias")):
-            raise ValueError("attention_bias and mlp_bias must be false")
+        for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
+            if found.get(name):
+                raise ValueError(f"{name} is {found[name]!r}, must be false")
+        if found.get("hidden_act", "silu") != "silu":
+            raise ValueError(f"hidden_act is {found['hidden_act']!r}; silu is allowed")
         rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
         kind = rope.get("rope_type", "default")
         if kind not in ("default", "llama3"):
