@@ -211,7 +211,9 @@ void run_round(int round, attention::CpuAttention& kernel) {
   constexpr int64_t kDims[] = {8, 24, 32, 64, 72, 136};
   const int64_t kv_heads = pick(1, 3), q_heads = kv_heads * pick(1, 3);
   const auto dtype = static_cast<DType>(pick(0, 2));
-  const HeadShape heads{q_heads, kv_heads, kDims[pick(0, 5)], kDims[pick(0, 5)], dtype};
+  HeadShape heads{q_heads, kv_heads, kDims[pick(0, 5)], kDims[pick(0, 5)], dtype};
+  if (round % 16 == 9) heads.dim = kMostHeadDim;
+  if (round % 32 == 25) heads.v_dim = kMostHeadDim;
   const attention::Scores scores = random_scores();
   attention::Scores others;
   do {
@@ -231,7 +233,8 @@ void run_round(int round, attention::CpuAttention& kernel) {
 /// A document that comes twice has twice the key gradients, to the last bit.
 void run_twice(int round, attention::CpuAttention& kernel) {
   const int64_t kv_heads = pick(1, 3);
-  const Document one({kv_heads * pick(1, 2), kv_heads, 24, 40, static_cast<DType>(pick(0, 2))}, random_scores());
+  const int64_t v_dim = round % 16 == 12 ? kMostHeadDim : 40;
+  const Document one({kv_heads * pick(1, 2), kv_heads, 24, v_dim, static_cast<DType>(pick(0, 2))}, random_scores());
   const Document* const twice[] = {&one, &one};
   const Results of_both = compute(kernel, twice, DType::kFloat32, threads(static_cast<int>(pick(2, 5))), round)[0];
   const Results alone = compute(kernel, std::span(twice).first(1), DType::kFloat32, threads(1), round)[0];
