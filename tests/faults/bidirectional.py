@@ -159,7 +159,7 @@ FAULTS = [
     ),
     Fault(
         "bidirectional: chunks keep the rows of the whole document",
-        "python/distca/planner/layout.py",
+        "python/distca/planner/derived.py",
         ".append((begin - start, end - start))",
         ".append((begin, end))",
         (LAYOUT,),

@@ -211,21 +211,21 @@ FAULTS = [
     ),
     Fault(
         "block diffusion: a noised row sees the block before it, too",
-        "python/distca/planner/block_diffusion.py",
+        "python/distca/planner/derived.py",
         "bidirectional[first[document] + block] = [ends]",
         "bidirectional[first[document] + block] = [(max(0, ends[0] - rows), ends[1])]",
         (DIFFUSION,),
     ),
     Fault(
         "block diffusion: rows of a document see those before them alone",
-        "python/distca/planner/block_diffusion.py",
+        "python/distca/planner/derived.py",
         "bidirectional = dict(enumerate(blocks))",
         "bidirectional: dict[int, list[Range]] = {}",
         (DIFFUSION,),
     ),
     Fault(
         "block diffusion: a noised block does not see its document",
-        "python/distca/planner/block_diffusion.py",
+        "python/distca/planner/derived.py",
         "            if block > 0:",
         "            if block > 1:",
         (DIFFUSION,),
@@ -413,7 +413,7 @@ FAULTS = [
     ),
     Fault(
         "branches: a chunk shares rows that lie before it",
-        "python/distca/planner/layout.py",
+        "python/distca/planner/derived.py",
         "begin = max(begin, chunk * rows - shift)",
         "",
         (
@@ -423,7 +423,7 @@ FAULTS = [
     ),
     Fault(
         "branches: rows of a chunk are of one chunk of their document",
-        "python/distca/planner/layout.py",
+        "python/distca/planner/derived.py",
         "in_chunk, take = begin % rows, min(end - begin, rows - begin % rows)",
         "in_chunk, take = begin % rows, end - begin",
         (MERGED,),

@@ -47,10 +47,9 @@ FAULTS = [
     ),
     Fault(
         "chunks are counted from the first row of a segment",
-        "python/distca/planner/layout.py",
-        "                    of_rank.append((first[document] + chunk, max(begin - start, 0), min(end - start, rows)))",
-        "                    of_rank.append((first[document] + chunk - begin // rows, max(begin - start, 0), "
-        "min(end - start, rows)))",
+        "python/distca/planner/derived.py",
+        "            cut.append((first[document] + chunk, max(begin - start, 0), min(end - start, rows)))",
+        "            cut.append((first[document] + chunk - begin // rows, max(begin - start, 0), min(end - start, rows)))",
         (CHUNKS,),
     ),
     Fault(

@@ -12,13 +12,9 @@ import torch
 from distca import _C
 from distca.arguments import is_whole, listed
 from distca.errors import InvalidArgumentError
-from distca.planner.block_diffusion import noised
-
-#: The document number of padding rows in a layout.
-PADDING = -1
-
-#: The most rows of a document or of a rank.
-_MOST_ROWS = 2**31
+from distca.planner.derived import chunked, noised
+from distca.planner.layout_arguments import MOST_ROWS, Begins, bad_length, bad_segment, checked_branches, lists_of_ranks
+from distca.planner.layout_arguments import PADDING as PADDING
 
 
 @dataclass(frozen=True)
@@ -38,12 +34,9 @@ class Chunk:
     rows: int
 
     def __post_init__(self) -> None:
-        if not is_whole(self.rows, 1, _MOST_ROWS):
-            raise InvalidArgumentError(f"Chunk: rows = {self.rows!r}; an integer from 1 to {_MOST_ROWS} is expected")
+        if not is_whole(self.rows, 1, MOST_ROWS):
+            raise InvalidArgumentError(f"Chunk: rows = {self.rows!r}; an integer from 1 to {MOST_ROWS} is expected")
 
-
-#: What a branch begins with: all rows of another document, or these own rows (document, begin, end) of others.
-Begins: TypeAlias = int | Sequence[tuple[int, int, int]]
 
 #: What a layer's rows see of their document: the last so many rows, a chunk of it, or all of it (None).
 Window: TypeAlias = int | Chunk | None
@@ -84,15 +77,15 @@ class Layout:
     ) -> None:
         ranks = [
             [tuple(listed("layout", "a segment", segment, "(document, begin, end)")) for segment in of_rank]
-            for of_rank in _lists_of_ranks(ranks, "segments (document, begin, end)")
+            for of_rank in lists_of_ranks(ranks, "segments (document, begin, end)")
         ]
         if any(len(segment) != 3 for of_rank in ranks for segment in of_rank):
-            raise _bad_segment(ranks)
+            raise bad_segment(ranks)
         try:
             segments = [[(index(d), index(b), index(e)) for d, b, e in of_rank] for of_rank in ranks]
             self._core = _core(segments, checked_branches("layout", {} if branches is None else branches))
         except TypeError:
-            raise _bad_segment(ranks) from None
+            raise bad_segment(ranks) from None
 
     def __getstate__(self) -> dict[str, Any]:
         """The segments. They are checked again when the layout is made from them."""
@@ -135,11 +128,11 @@ class Layout:
             >>> layout.position_ids(0)
             tensor([0, 1, 2, 3, 0, 1])
         """
-        lengths = _lists_of_ranks(lengths, "lengths")
+        lengths = lists_of_ranks(lengths, "lengths")
         try:
             return cls._wrap(_C.Layout.from_documents([[index(n) for n in rank] for rank in lengths]))
         except TypeError:
-            raise _bad_length((f" on rank {rank}", n) for rank, of in enumerate(lengths) for n in of) from None
+            raise bad_length((f" on rank {rank}", n) for rank, of in enumerate(lengths) for n in of) from None
 
     @classmethod
     def packed(cls, lengths: Sequence[int], *, ranks: int, tokens_per_rank: int) -> Layout:
@@ -162,7 +155,7 @@ class Layout:
         try:
             return cls._wrap(_C.Layout.packed([index(n) for n in lengths], ranks, tokens_per_rank))
         except TypeError:
-            raise _bad_length(("", n) for n in lengths) from None
+            raise bad_length(("", n) for n in lengths) from None
 
     @classmethod
     def head_tail(
@@ -197,8 +190,8 @@ class Layout:
             ([(0, 0, 2), (0, 6, 8)], [(1, 0, 2), (1, 6, 8)])
         """
         lengths = listed("layout", "lengths", lengths, "a list of lengths")
-        if not is_whole(longer_than, 0, _MOST_ROWS):
-            raise InvalidArgumentError(f"layout: longer_than is {longer_than!r}; 0 to {_MOST_ROWS} tokens are allowed")
+        if not is_whole(longer_than, 0, MOST_ROWS):
+            raise InvalidArgumentError(f"layout: longer_than is {longer_than!r}; 0 to {MOST_ROWS} tokens are allowed")
         if context is not None and not is_whole(context, 1):
             raise InvalidArgumentError(
                 f"layout: context = {context!r}; a number of ranks, or None for all, is expected"
@@ -206,7 +199,7 @@ class Layout:
         try:
             return cls._wrap(_C.Layout.head_tail([index(n) for n in lengths], ranks, longer_than, context))
         except TypeError:
-            raise _bad_length(("", n) for n in lengths) from None
+            raise bad_length(("", n) for n in lengths) from None
 
     @classmethod
     def spread(cls, lengths: Sequence[int], *, ranks: int) -> Layout:
@@ -239,7 +232,7 @@ class Layout:
         try:
             return cls._wrap(_C.Layout.spread([index(n) for n in lengths], ranks))
         except TypeError:
-            raise _bad_length(("", n) for n in lengths) from None
+            raise bad_length(("", n) for n in lengths) from None
 
     @classmethod
     def join(cls, parts: Sequence[tuple[Layout, Sequence[int]]], *, num_ranks: int) -> Layout:
@@ -308,10 +301,10 @@ class Layout:
                 )
             for one in listed("layout", f"the bidirectional rows of document {document!r}", ranges, expected):
                 ends = list(one) if isinstance(one, Iterable) else []
-                if len(ends) != 2 or not all(is_whole(n, 0, _MOST_ROWS) for n in ends):
+                if len(ends) != 2 or not all(is_whole(n, 0, MOST_ROWS) for n in ends):
                     raise InvalidArgumentError(
                         f"layout: a range of bidirectional rows of document {document!r} is {one!r}; integers "
-                        f"(begin, end) from 0 to {_MOST_ROWS} are expected, in a list: {{0: [(0, 256)]}}"
+                        f"(begin, end) from 0 to {MOST_ROWS} are expected, in a list: {{0: [(0, 256)]}}"
                     )
                 given.append((index(document), index(ends[0]), index(ends[1])))
         layout = Layout._wrap(self._core.with_bidirectional(given))
@@ -373,43 +366,9 @@ class Layout:
             ([(0, 0, 4), (1, 0, 1)], [(1, 1, 4), (2, 0, 1), (3, 0, 2)])
         """
         rows = Chunk(rows).rows
-        first, total = [], 0  # the number that the chunk of a document's row 0 has or, in a branch, would have
-        own = self._own_rows()
-        for of_document in own:
-            first.append(total - of_document.start // rows)
-            total = first[-1] + -(-of_document.stop // rows)
-        cut: list[list[tuple[int, int, int]]] = [[] for _ in range(self.num_ranks)]
-        for rank, of_rank in enumerate(cut):
-            for document, begin, end in self.segments(rank):
-                if document == PADDING:
-                    of_rank.append((PADDING, 0, end - begin))
-                    continue
-                for chunk in range(begin // rows, -(-end // rows)):
-                    start = chunk * rows
-                    of_rank.append((first[document] + chunk, max(begin - start, 0), min(end - start, rows)))
-        bidirectional: dict[int, list[tuple[int, int]]] = {}
-        for document, ranges in self.bidirectional.items():
-            for begin, end in ranges:
-                chunk, start = begin // rows, begin // rows * rows
-                if end > start + rows:
-                    raise InvalidArgumentError(
-                        f"layout: bidirectional rows [{begin}, {end}) of document {document} lie in several chunks of "
-                        f"{rows} rows; rows that see each other are expected in one"
-                    )
-                bidirectional.setdefault(first[document] + chunk, []).append((begin - start, end - start))
-        branches: dict[int, list[tuple[int, int, int]]] = {}
-        for document, begins in self.branches.items():
-            chunk = own[document].start // rows  # of all its chunks the first one alone may share rows
-            at, shared = 0, branches.setdefault(first[document] + chunk, [])
-            for of, begin, end in begins:
-                shift, at = at - begin, at + end - begin
-                begin = max(begin, chunk * rows - shift)
-                while begin < end:
-                    in_chunk, take = begin % rows, min(end - begin, rows - begin % rows)
-                    shared.append((first[of] + begin // rows, in_chunk, in_chunk + take))
-                    begin += take
-        branches = {document: shared for document, shared in branches.items() if shared}
-        return Layout(cut, branches=branches).with_bidirectional(bidirectional)
+        segments = [self.segments(rank) for rank in range(self.num_ranks)]
+        made = chunked(self._own_rows(), segments, self.branches, self.bidirectional, rows)
+        return Layout(made.segments, branches=made.branches).with_bidirectional(made.bidirectional)
 
     def _own_rows(self) -> list[range]:
         """The rows of each document without those that a branch shares."""
@@ -470,67 +429,8 @@ class Layout:
         return f"Layout({self.num_ranks} ranks, {len(self.document_lengths)} documents{branches}, rows {rows}{besides})"
 
 
-def checked_branches(name: str, branches: Any) -> list[tuple[int, int, int, int]]:
-    """The branches as rows (document, of, begin, end), with begin and end -1 where all rows of another one are meant.
-    Raises InvalidArgumentError, whose text begins with the name, for what are no branches.
-    """
-    expected = (
-        "a mapping of documents to what they begin with is expected: to another document, as in {1: 0, 2: 0}, or to "
-        "rows of others, as in {2: [(0, 0, 100), (1, 0, 50)]}"
-    )
-    if not isinstance(branches, Mapping):
-        raise InvalidArgumentError(f"{name}: branches = {branches!r}; {expected}")
-    found = []
-    for document, begins in branches.items():
-        if is_whole(document, 0) and is_whole(begins, 0):
-            found.append((index(document), index(begins), -1, -1))
-            continue
-        ranges = list(begins) if isinstance(begins, Iterable) and not isinstance(begins, str) else []
-        rows = [list(one) if isinstance(one, Iterable) else [] for one in ranges]
-        if not is_whole(document, 0) or not rows:
-            raise InvalidArgumentError(f"{name}: branches = {{..., {document!r}: {begins!r}}}; {expected}")
-        for one, numbers in zip(ranges, rows, strict=True):
-            if len(numbers) != 3 or not all(is_whole(n, 0) for n in numbers):
-                raise InvalidArgumentError(
-                    f"{name}: branches: document {document} begins with {one!r}; integers (document, begin, end) from "
-                    "0 on are expected"
-                )
-            of, begin, end = map(index, numbers)
-            found.append((index(document), of, begin, end))
-    return found
-
-
 def _core(segments: list[list[tuple[int, int, int]]], branches: list[tuple[int, int, int, int]]) -> _C.Layout:
     """The layout with these branches, as `checked_branches` gives them."""
     return _C.Layout(
         segments, [(d, of) for d, of, begin, _ in branches if begin < 0], [b for b in branches if b[2] >= 0]
     )
-
-
-def _lists_of_ranks(value: Any, what: str) -> list[list[Any]]:
-    ranks = listed("layout", "its argument", value, f"a list of {what} for each rank")
-    return [
-        listed("layout", f"rank {r}", of, f"a list of {what} for each rank, [[...], [...]],")
-        for r, of in enumerate(ranks)
-    ]
-
-
-def _bad_length(lengths: Iterable[tuple[str, Any]]) -> InvalidArgumentError:
-    """The error for lengths that are not all integers in range, each given with the place where it stands."""
-    for document, (where, n) in enumerate(lengths):
-        if not is_whole(n, 1, _MOST_ROWS):
-            return InvalidArgumentError(
-                f"layout: document {document}{where} has length {n!r}; integers from 1 to {_MOST_ROWS} are allowed"
-            )
-    return InvalidArgumentError("layout: numbers of ranks and tokens are integers below 2**63")
-
-
-def _bad_segment(ranks: Iterable[Iterable[Any]]) -> InvalidArgumentError:
-    for rank, segments in enumerate(ranks):
-        for number, segment in enumerate(segments):
-            if len(segment) != 3 or not all(is_whole(n, PADDING, _MOST_ROWS) for n in segment):
-                return InvalidArgumentError(
-                    f"layout: rank {rank}, segment {number} is {segment!r}; integers (document, begin, end) up to "
-                    f"{_MOST_ROWS} are allowed"
-                )
-    return InvalidArgumentError("layout: a list of segments (document, begin, end) for each rank is expected")

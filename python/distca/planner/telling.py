@@ -9,7 +9,8 @@ from typing import Any
 
 from distca.arguments import is_whole, listed
 from distca.errors import InvalidArgumentError
-from distca.planner.layout import PADDING, Begins, Layout, checked_branches
+from distca.planner.layout import PADDING, Layout
+from distca.planner.layout_arguments import Begins, checked_branches
 
 #: The largest number that a rank can tell.
 _MOST = 2**63 - 1
