@@ -48,8 +48,8 @@ FAULTS = [
     Fault(
         "chunks are counted from the first row of a segment",
         "python/distca/planner/derived.py",
-        "            cut.append((first[document] + chunk, max(begin - start, 0), min(end - start, rows)))",
-        "            cut.append((first[document] + chunk - begin // rows, max(begin - start, 0), min(end - start, rows)))",
+        "cut.append((first[document] + chunk, max(",
+        "cut.append((first[document] + chunk - begin // rows, max(",
         (CHUNKS,),
     ),
     Fault(
