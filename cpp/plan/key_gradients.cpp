@@ -1,5 +1,7 @@
 // Which groups contribute to which key gradients, and where several contributions make a sum.
 #include <algorithm>
+#include <limits>
+#include <span>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -34,6 +36,70 @@ struct Contributions {
   bool goes_on_in(const Contributions& next) const {
     return !writers.empty() && is_sum == next.is_sum && is_narrow == next.is_narrow && writers == next.writers;
   }
+};
+
+/// Goes over a document's rows, and knows which groups see the row where it is.
+class Sweep {
+ public:
+  /// Begins before the first row. Groups come by number, so that those of a server follow each other.
+  void start(std::span<Seeing> groups, std::span<const Group> all) {
+    cuts_.clear();
+    num_servers_ = 0;
+    by_begin_.clear();
+    for (Seeing& s : groups) {
+      cuts_.push_back(s.begin);
+      cuts_.push_back(s.end);
+      by_begin_.push_back(&s);
+      const int64_t rank = all[s.group].server;
+      if (num_servers_ == 0 || servers_[num_servers_ - 1].rank != rank) {
+        if (num_servers_ == servers_.size()) servers_.emplace_back();
+        servers_[num_servers_].rank = rank;
+        servers_[num_servers_++].seeing.clear();
+      }
+      s.server = num_servers_ - 1;
+    }
+    by_end_ = by_begin_;
+    std::ranges::sort(cuts_);
+    std::ranges::sort(by_begin_, {}, &Seeing::begin);
+    std::ranges::sort(by_end_, {}, &Seeing::end);
+    num_begun_ = num_ended_ = 0;
+  }
+
+  /// The first row after `row` where a group begins or ends; of a document without one, past all rows.
+  int64_t next_cut(int64_t row) const {
+    const auto cut = std::ranges::upper_bound(cuts_, row);
+    return cut == cuts_.end() ? std::numeric_limits<int64_t>::max() : *cut;
+  }
+
+  /// The servers, ascending, and which of their groups see the row where the sweep is.
+  std::span<const Server> servers() const { return std::span(servers_).first(num_servers_); }
+
+  /// The groups that begin to see rows where the sweep is, and did not where it was before.
+  std::span<const Seeing* const> joined() const { return joined_; }
+
+  /// Goes on to a row that is not before the last one.
+  void go_to(int64_t row) {
+    joined_.clear();
+    for (; num_begun_ < by_begin_.size() && by_begin_[num_begun_]->begin <= row; ++num_begun_) {
+      const Seeing* const s = by_begin_[num_begun_];
+      auto& seeing = servers_[s->server].seeing;
+      seeing.insert(std::ranges::upper_bound(seeing, s), s);
+      if (s->end > row) joined_.push_back(s);
+    }
+    for (; num_ended_ < by_end_.size() && by_end_[num_ended_]->end <= row; ++num_ended_) {
+      const Seeing* const s = by_end_[num_ended_];
+      auto& seeing = servers_[s->server].seeing;
+      seeing.erase(std::ranges::lower_bound(seeing, s));
+    }
+  }
+
+ private:
+  std::vector<int64_t> cuts_;
+  std::vector<const Seeing*> by_begin_, by_end_;
+  size_t num_begun_ = 0, num_ended_ = 0;
+  std::vector<Server> servers_;  // those of an earlier document, after num_servers_, keep their memory
+  size_t num_servers_ = 0;
+  std::vector<const Seeing*> joined_;
 };
 
 class Splitter {
@@ -75,22 +141,21 @@ class Splitter {
   /// Cuts the rows of one document and head range where other groups begin to contribute. What further groups of a
   /// server add to the contribution of its first one makes no cut.
   void split(int64_t document, std::span<Seeing> groups) {
-    start(groups);
+    sweep_.start(groups, a_.groups);
     for (const Placement& p : layout_.placements(document)) {
       Contributions all;
       for (int64_t row = p.begin; row < p.end;) {
-        const auto cut = std::upper_bound(cuts_.begin(), cuts_.end(), row);
-        const int64_t end = cut == cuts_.end() ? p.end : std::min(p.end, *cut);
-        go_to(row);
+        const int64_t end = std::min(p.end, sweep_.next_cut(row));
+        sweep_.go_to(row);
         Contributions next = contributions_to(p.within(row, end));
         if (all.goes_on_in(next)) {
           all.rows.end = end;
-          all.groups.insert(all.groups.end(), joined_.begin(), joined_.end());
+          all.groups.insert(all.groups.end(), sweep_.joined().begin(), sweep_.joined().end());
         } else {
           add(all);
           all = std::move(next);
           if (all.is_sum)
-            for (const Server& server : servers())
+            for (const Server& server : sweep_.servers())
               all.groups.insert(all.groups.end(), server.seeing.begin(), server.seeing.end());
         }
         row = end;
@@ -99,55 +164,12 @@ class Splitter {
     }
   }
 
-  // ---- which groups see the row where a document is cut ----
-
-  void start(std::span<Seeing> groups) {
-    cuts_.clear();
-    num_servers_ = 0;
-    by_begin_.clear();
-    for (Seeing& s : groups) {
-      cuts_.push_back(s.begin);
-      cuts_.push_back(s.end);
-      by_begin_.push_back(&s);
-      const int64_t rank = group_of(s).server;
-      if (num_servers_ == 0 || servers_[num_servers_ - 1].rank != rank) {
-        if (num_servers_ == servers_.size()) servers_.emplace_back();
-        servers_[num_servers_].rank = rank;
-        servers_[num_servers_++].seeing.clear();
-      }
-      s.server = num_servers_ - 1;
-    }
-    by_end_ = by_begin_;
-    std::ranges::sort(cuts_);
-    std::ranges::sort(by_begin_, {}, &Seeing::begin);
-    std::ranges::sort(by_end_, {}, &Seeing::end);
-    num_begun_ = num_ended_ = 0;
-  }
-
-  std::span<const Server> servers() const { return std::span(servers_).first(num_servers_); }
-
-  /// Goes on to a row that is not before the last one.
-  void go_to(int64_t row) {
-    joined_.clear();
-    for (; num_begun_ < by_begin_.size() && by_begin_[num_begun_]->begin <= row; ++num_begun_) {
-      const Seeing* const s = by_begin_[num_begun_];
-      auto& seeing = servers_[s->server].seeing;
-      seeing.insert(std::ranges::upper_bound(seeing, s), s);
-      if (s->end > row) joined_.push_back(s);
-    }
-    for (; num_ended_ < by_end_.size() && by_end_[num_ended_]->end <= row; ++num_ended_) {
-      const Seeing* const s = by_end_[num_ended_];
-      auto& seeing = servers_[s->server].seeing;
-      seeing.erase(std::ranges::lower_bound(seeing, s));
-    }
-  }
-
   /// What several groups of a server contribute is one contribution of it, in fp32. With a narrow `reduce_dtype` each
   /// group has one of its own in the dtype of the heads, where these have fewer bytes.
   Contributions contributions_to(const Placement& rows) const {
     Contributions found{rows};
     int64_t num_groups = 0, num_remote_groups = 0, num_remote_servers = 0;
-    for (const Server& server : servers()) {
+    for (const Server& server : sweep_.servers()) {
       const auto number = std::ssize(server.seeing);
       num_groups += number;
       if (server.rank == rows.rank || number == 0) continue;
@@ -158,7 +180,7 @@ class Splitter {
     // With a `reduce_dtype` of fp32 this is never so.
     found.is_narrow =
         num_remote_groups * dtype_bytes(options_.reduce_dtype) < num_remote_servers * dtype_bytes(DType::kFloat32);
-    for (const Server& server : servers()) {
+    for (const Server& server : sweep_.servers()) {
       if (server.seeing.empty()) continue;
       const bool all_write = found.is_narrow && server.rank != rows.rank;
       found.writers.insert(found.writers.end(), server.seeing.begin(),
@@ -246,13 +268,7 @@ class Splitter {
   std::vector<KeyGradient> drafts_;
   int64_t num_places_ = 0;  // of contributions
   std::vector<Seeing> by_heads_;
-  // Of a document and head range.
-  std::vector<int64_t> cuts_;
-  std::vector<const Seeing*> by_begin_, by_end_;
-  size_t num_begun_ = 0, num_ended_ = 0;
-  std::vector<Server> servers_;  // ascending; those of other documents, after num_servers_, keep their memory
-  size_t num_servers_ = 0;
-  std::vector<const Seeing*> joined_;  // those that begin to see where it is cut, and did not at the last cut
+  Sweep sweep_;  // over a document's rows, of one head range
 };
 
 }  // namespace

@@ -97,7 +97,7 @@ FAULTS = [
     Fault(
         "branches: a group that begins to see rows within a contribution adds nothing to it",
         GRADIENTS,
-        "all.groups.insert(all.groups.end(), joined_.begin(), joined_.end());",
+        "all.groups.insert(all.groups.end(), sweep_.joined().begin(), sweep_.joined().end());",
         "",
         (PLAN, EXACT),
     ),
