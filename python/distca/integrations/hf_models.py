@@ -372,7 +372,7 @@ def _heads_of_layer(config: Any, layer: int) -> tuple[int, int, int, int]:
     dim = getattr(config, "head_dim", None) or config.hidden_size // q
     wide = getattr(config, "global_head_dim", None)  # Gemma 4 before transformers 5.15
     if wide is not None and config.layer_types[layer] == "full_attention":
-        dim, kv = wide, config.num_global_key_value_heads if config.attention_k_eq_v else kv
+        dim, kv = wide, (config.attention_k_eq_v and config.num_global_key_value_heads) or kv
     return q, kv, dim, v_dim or dim
 
 
