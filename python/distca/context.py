@@ -6,7 +6,7 @@ import atexit
 import functools
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -80,7 +80,7 @@ class Context(Registered):
         self.attention, self.plan_independent = named[0][0], all(independent for _, independent in named)
         self.slot_bytes = core.slot_bytes
         self._last_step = 0
-        self.heads, self.layer_heads = shapes[0], heads
+        self.heads, self.layer_heads = shapes[0], dict(heads) if isinstance(heads, Mapping) else heads
         self.cost = cost
         self.nsys = nsys
         self._finder: MaxLogits | None = None  # what `max_logits` has made, while it is in use

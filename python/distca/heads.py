@@ -126,12 +126,12 @@ def shapes_of(function: str, heads: LayerHeads) -> list[Heads]:
     Raises:
         InvalidArgumentError: `heads` are no heads. The message names the function that got them.
     """
-    shapes = [*heads.values()] if isinstance(heads, Mapping) else [heads]
-    for shape in shapes:
-        check_type(function, "heads", shape, Heads, "distca.Heads(q=8, kv=2, dim=64)")
-    if not shapes:
+    by_name = {f"heads[{w!r}]": of for w, of in heads.items()} if isinstance(heads, Mapping) else {"heads": heads}
+    for name, shape in by_name.items():
+        check_type(function, name, shape, Heads, "distca.Heads(q=8, kv=2, dim=64)")
+    if not by_name:
         raise InvalidArgumentError(f"{function}: heads = {heads!r}; a distca.Heads for each window is expected")
-    return sorted(set(shapes), key=lambda shape: (-shape.row_bytes, shape.q, shape.kv, shape.dim))
+    return sorted(set(by_name.values()), key=lambda shape: (-shape.row_bytes, shape.numbers))
 
 
 def divided(heads: LayerHeads, tensor_ranks: int) -> LayerHeads:

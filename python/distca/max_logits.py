@@ -43,8 +43,16 @@ class MaxLogits(dict[Layer, torch.Tensor]):
     ) -> None:
         self._context._finder = None
         # Only now, because activation checkpointing that saves results takes note of all that is done in a layer.
-        self.update({layer: torch.stack(found).amax(0) for layer, found in self._of_calls.items()})
+        uneven = [layer for layer, found in self._of_calls.items() if len({len(of_call) for of_call in found}) > 1]
+        for layer, found in self._of_calls.items():
+            if layer not in uneven:
+                self[layer] = torch.stack(found).amax(0)
         self._of_calls.clear()
+        if kind is None and uneven:
+            raise InvalidArgumentError(
+                f"max_logits: calls of layer {uneven[0]} have different numbers of query heads. What to change: tell "
+                "layers apart by core_attention(..., layer=)"
+            )
         missed = self._num_without() - self._without_before
         if kind is None and missed > 0:
             raise InvalidArgumentError(

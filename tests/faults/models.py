@@ -111,15 +111,15 @@ FAULTS = [
     Fault(
         "rows that are left see what the first rows see",
         "python/distca/integrations/hf_masks.py",
-        "whole[:, :, self._rows]",
-        "whole[:, :, : len(range(whole.shape[2])[self._rows])]",
+        '"q_offset": offset + rows.start',
+        '"q_offset": offset',
         (CALLERS,),
     ),
     Fault(
         "rows that are left have no mask but a causal one of their own",
         "python/distca/integrations/hf_masks.py",
-        'self._request | {"allow_is_causal_skip": False}',
-        "self._request",
+        'skip = is_last and self._request.get("allow_is_causal_skip", True)',
+        'skip = self._request.get("allow_is_causal_skip", True)',
         (CALLERS,),
     ),
     Fault(
@@ -128,5 +128,33 @@ FAULTS = [
         "isinstance(attention_mask, DeferredMask) and attention_mask.is_part,",
         "False,",
         (CALLERS,),
+    ),
+    Fault(
+        "a row alone that is not the last one sees all keys",
+        "python/distca/integrations/hf_masks.py",
+        "is_last = len(rows) == 1 and rows.stop ==",
+        "is_last = len(rows) == 1 and rows.stop <=",
+        (CALLERS,),
+    ),
+    Fault(
+        "a batch is planned with one head shape for layers that differ",
+        "python/distca/integrations/hf_batches.py",
+        "isinstance(context.layer_heads, Heads) and differ_in_heads(model.config)",
+        "False",
+        (MODELS,),
+    ),
+    Fault(
+        "windows of one effect are taken for each other though their layers have other heads",
+        "python/distca/planner/plan.py",
+        "if len({plan.heads for plan in self.values()}) > 1:",
+        "if False:",
+        (HEADS,),
+    ),
+    Fault(
+        "which heads are a context's depends on the process",
+        "python/distca/heads.py",
+        "key=lambda shape: (-shape.row_bytes, shape.numbers)",
+        "key=lambda shape: (-shape.row_bytes, -shape.dtype_number)",
+        (HEADS,),
     ),
 ]

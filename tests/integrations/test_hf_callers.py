@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 import distca
 from distca.integrations import hf
 from distca.integrations.hf_forward import check_loss
+from distca.integrations.hf_masks import distca_mask
 from distca.registry import open_contexts
 from support.groups import loopback_group, on_all_ranks, outcomes
 
@@ -161,6 +163,40 @@ def test_rows_that_a_model_leaves_out_before_its_last_layers_are_refused_under_a
 
 
 # ---- without a plan
+
+
+def test_no_mask_is_built_for_rows_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[tuple[int, ...] | None] = []
+
+    def mask(**request: Any) -> torch.Tensor | None:
+        made = sdpa_mask(**request)
+        built.append(None if made is None else tuple(made.shape))
+        return made
+
+    monkeypatch.setattr("distca.integrations.hf_masks.sdpa_mask", mask)
+    model = _shared_keys("distca")
+    for keep, window, expected in (
+        (1, 40, [None] * 4),  # all rows before the last one are hidden from nothing
+        (1, 5, [(1, 1, 12, 12), None, (1, 1, 1, 12), None]),
+        (3, 40, [None, None, (1, 1, 3, 12), (1, 1, 3, 12)]),
+    ):
+        model.config.sliding_window = window
+        for layer in model.model.layers[::2]:
+            layer.self_attn.sliding_window = window
+        built.clear()
+        model(IDS, logits_to_keep=keep, use_cache=False)
+        assert built == expected, (keep, window)
+
+
+@pytest.mark.parametrize("rows", [slice(2, 3), slice(7, None), slice(-3, None), slice(2, 5)], ids=str)
+def test_a_part_of_a_mask_is_those_rows_of_it(rows: slice) -> None:
+    whole = {"batch_size": 1, "q_length": 8, "kv_length": 8, "mask_function": causal_mask_function}
+    part = distca_mask(**whole)[:, :, rows, :]
+    expected = sdpa_mask(**whole, allow_is_causal_skip=False)[:, :, rows]
+    assert part.shape == expected.shape
+    assert expected.all() if (built := part.build()) is None else torch.equal(built, expected)
+    with pytest.raises(distca.InvalidArgumentError, match="takes parts of it"):
+        distca_mask(**whole)[:, :, ::2, :]
 
 
 @pytest.mark.parametrize("keep", [0, 1, 3])

@@ -86,6 +86,13 @@ def test_a_batch_is_planned_for_layers_that_differ_in_their_heads() -> None:
         assert context.layer_heads == family.heads
         model(**hf.plan_inputs(batch, model), use_cache=False).loss.backward()
         assert context.step == 4
+    with (
+        distca.init(max_tokens=sum(LENGTHS), heads=family.heads[None]),
+        pytest.raises(
+            distca.InvalidArgumentError, match=r"differ in their heads, .* heads=distca.*heads_of\(model.config"
+        ),
+    ):
+        hf.plan_inputs(batch, model)
     grads, targets = _reference("gemma4 with full layers of other heads")[1], sum(LENGTHS) - len(LENGTHS)
     for name, weight in model.named_parameters():
         torch.testing.assert_close(weight.grad * targets, grads[name], rtol=1e-3, atol=1e-4, msg=name)

@@ -9,6 +9,7 @@ import torch
 
 import distca
 from distca.connect.options import attention_problem, chosen_attention
+from distca.heads import shapes_of
 from distca.pipeline import PipelinePlans
 from support.batches import random_batch
 from support.groups import compute
@@ -45,6 +46,41 @@ def test_steps_of_layers_with_other_heads_share_a_context() -> None:
             torch.testing.assert_close(ours, alone, msg=f"{name} of {window}")
 
 
+def test_windows_that_have_one_effect_are_not_taken_for_each_other_where_heads_differ() -> None:
+    short = distca.Layout.from_documents([[7], [5]])
+    plans = distca.plans(short, HEADS, windows=[None, WINDOW])
+    with pytest.raises(
+        distca.InvalidArgumentError, match="window of 15; there are plans for None, 20, whose heads differ"
+    ):
+        plans.for_window(15)
+    alike = distca.plans(short, dict.fromkeys(HEADS, HEADS[None]), windows=[None, WINDOW])
+    assert alike.for_window(15) is alike[None]
+
+
+def test_calls_of_no_layer_with_other_numbers_of_heads_have_no_largest_logits_together() -> None:
+    layout = distca.Layout.from_documents([LENGTHS])
+    [context] = distca.loopback(1, max_tokens=sum(LENGTHS), heads=HEADS)
+    with (
+        pytest.raises(distca.InvalidArgumentError, match=r"calls of layer None have different numbers of query heads"),
+        context.max_logits() as found,
+    ):
+        for window, plan in distca.plans(layout, HEADS, windows=[None, WINDOW]).items():
+            batch = random_batch(LENGTHS, HEADS[window], 3)
+            for layer in (None, f"of {window}"):
+                distca.core_attention(batch.q, batch.k, batch.v, plan, context=context, layer=layer)
+    assert {layer: len(of_layer) for layer, of_layer in found.items()} == {"of None": 4, "of 20": 6}
+
+
+def test_a_context_has_the_same_heads_in_every_process() -> None:
+    """Sets of dtypes have another order in each."""
+    heads = {None: distca.Heads(4, 1, 64, dtype=torch.bfloat16), 20: distca.Heads(4, 1, 64, dtype=torch.float16)}
+    assert [shape.dtype for shape in shapes_of("init", heads)] == [torch.bfloat16, torch.float16]
+    mapping = dict(heads)
+    [context] = distca.loopback(1, max_tokens=8, heads=mapping)
+    mapping.clear()
+    assert context.layer_heads == heads
+
+
 def test_a_context_is_as_large_as_the_largest_rows_need() -> None:
     for first, *_ in (distca.loopback(2, max_tokens=5000, heads=heads) for heads in (HEADS, HEADS[WINDOW])):
         assert first.slot_bytes > distca.loopback(1, max_tokens=5000, heads=HEADS[None])[0].slot_bytes
@@ -72,7 +108,7 @@ def test_batches_planned_ahead_have_the_heads_of_each_window() -> None:
         (lambda: distca.plans(LAYOUT, {}, windows=[None]), r"plans: heads = \{\}; a distca\.Heads for each window"),
         (
             lambda: distca.plans(LAYOUT, {None: (4, 2, 8)}, windows=[None]),
-            r"plans: heads is a tuple; a distca\.Heads is expected",
+            r"plans: heads\[None\] is a tuple; a distca\.Heads is expected",
         ),
         (lambda: distca.init(max_tokens=8, heads={}), r"init: heads = \{\}; a distca\.Heads for each window"),
         (

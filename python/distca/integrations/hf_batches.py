@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from distca.errors import InvalidArgumentError
+from distca.heads import Heads
 from distca.integrations.hf_bidirectional import bidirectional_rows, in_sliding_layers_alone
-from distca.integrations.hf_models import refuse, windows_of
+from distca.integrations.hf_models import differ_in_heads, refuse, windows_of
 from distca.integrations.hf_ping_pong import InHalves, plan_halves
 from distca.planner.exchange import gathered_lengths
 from distca.planner.planning import plans
@@ -54,7 +55,7 @@ def plan_inputs(
             DataCollatorWithFlattening makes it from documents of any length.
         model: the model of transformers, or a PEFT model around it, without wrappers such as DDP. Windows come from its
             configuration. A model that went through `ping_pong` gets a plan for each half.
-        distca_context: the context's name. Heads come from the context.
+        distca_context: the context's name. Heads come from the context: make it with those of `heads_of`.
         plan_options: further arguments of `distca.plan`: tolerance, min_rows, retain_bytes.
 
     Returns:
@@ -80,6 +81,11 @@ def plan_inputs(
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # what PEFT goes around
     make = plan_halves if isinstance(base, InHalves) else plans
     windows, options = windows_of(model.config), {"context": context} | plan_options
+    refuse(
+        isinstance(context.layer_heads, Heads) and differ_in_heads(model.config),
+        f"layers of the model differ in their heads, and context {context.name!r} was made with heads of one shape: "
+        "give distca.init heads=distca.integrations.hf.heads_of(model.config, dtype)",
+    )
     if in_sliding_layers_alone(model.config):
         options["bidirectional_windows"] = [window for window in windows if window is not None]
     made = make(layout, context.layer_heads, windows=windows, **options)

@@ -54,13 +54,18 @@ class DeferredMask:
     def build(self) -> torch.Tensor | None:
         """The boolean mask [1, 1, q, kv] for SDPA, or None if SDPA's own causal flag says the same."""
         if not self._built:
-            if self.is_part:  # SDPA's flag is for as many rows as keys
-                whole = sdpa_mask(**self._request | {"allow_is_causal_skip": False})
-                self._mask = None if whole is None else whole[:, :, self._rows]
-            else:
-                self._mask = sdpa_mask(**self._request)
-            self._built = True
+            self._mask, self._built = sdpa_mask(**self._request | self._of_rows()), True
         return self._mask
+
+    def _of_rows(self) -> dict[str, Any]:
+        """What the request for the rows that are left has in place of that for all."""
+        if not self.is_part:
+            return {}
+        offset, rows = self._request.get("q_offset", 0), range(self._request["q_length"])[self._rows]
+        # SDPA takes a row alone for one that sees all keys, and its flag is for as many rows as keys.
+        is_last = len(rows) == 1 and rows.stop == self._request["q_length"]
+        skip = is_last and self._request.get("allow_is_causal_skip", True)
+        return {"q_length": len(rows), "q_offset": offset + rows.start, "allow_is_causal_skip": skip}
 
     def objection(self) -> str | None:
         """Why a plan cannot take the place of this mask; None if it can."""
@@ -142,6 +147,8 @@ class DeferredMask:
         if not is_of_rows or self.is_part or [part[0], part[1], part[3]] != [_ALL] * 3:
             _refuse_mask("takes parts of it")
         rows = range(self._request["q_length"])[part[2]]
+        if rows.step != 1:
+            _refuse_mask("takes parts of it")
         return self if len(rows) == self._request["q_length"] else DeferredMask(self._request, part[2])
 
     def to(self, *_: Any, **__: Any) -> DeferredMask:

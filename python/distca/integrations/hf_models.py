@@ -324,6 +324,7 @@ def heads_of(config: PreTrainedConfig, dtype: torch.dtype) -> LayerHeads:
         InvalidArgumentError: the configuration has no attention, or layers of one window differ in their heads.
     """
     config = config.get_text_config()
+    _check_has_layers(config)
     refuse(
         getattr(_config_of_layer(config, 0), "num_attention_heads", None) is None,
         f"the configuration ({config.model_type}) has no num_attention_heads: the model has no attention layers, or "
@@ -345,6 +346,14 @@ def heads_of(config: PreTrainedConfig, dtype: torch.dtype) -> LayerHeads:
             "supported yet",
         )
     return {window: Heads(*shape, dtype) for window, of_window in layers.items() for shape in of_window}
+
+
+def differ_in_heads(config: PreTrainedConfig) -> bool:
+    """Whether `heads_of` is a mapping."""
+    try:
+        return not isinstance(heads_of(config, torch.float32), Heads)
+    except InvalidArgumentError:  # the caller has found heads where the configuration does not say them
+        return False
 
 
 def _config_of_layer(config: Any, layer: int) -> Any:
@@ -392,11 +401,8 @@ def windows_of(config: PreTrainedConfig) -> list[Window]:
 def _attention_layers(config: Any) -> list[tuple[int, Window]]:
     """The number and the window of each layer with attention."""
     kinds = _kinds(config)
-    refuse(
-        not kinds and getattr(config, "num_hidden_layers", None) is None,
-        f"the configuration ({config.model_type}) has no num_hidden_layers: its layers are of another kind",
-    )
     if not kinds:
+        _check_has_layers(config)
         return [(layer, _window_of_layer(config, layer)) for layer in range(config.num_hidden_layers)]
     known = (*_ATTENTION, *_NO_ATTENTION)
     for layer, kind in enumerate(kinds):
@@ -408,6 +414,13 @@ def _attention_layers(config: Any) -> list[tuple[int, Window]]:
     layers = [(layer, _window_of_layer(config, layer)) for layer, kind in enumerate(kinds) if kind in _ATTENTION]
     refuse(not layers, f"none of the model's layers has attention; their types are {', '.join(dict.fromkeys(kinds))}")
     return layers
+
+
+def _check_has_layers(config: Any) -> None:
+    refuse(
+        getattr(config, "num_hidden_layers", None) is None,
+        f"the configuration ({config.model_type}) has no num_hidden_layers: its layers are of another kind",
+    )
 
 
 def _window_of_layer(config: Any, layer: int) -> Window:

@@ -219,7 +219,7 @@ def plan_batches(
 
     def get_attention_masks(positions: torch.Tensor) -> BatchPlan:
         of_ranks = gathered_lengths(lambda: _lengths(positions), here.num_ranks, group)
-        made = plans(Layout.from_documents(of_ranks), here.heads, windows=windows, **{"context": here} | options)
+        made = plans(Layout.from_documents(of_ranks), here.layer_heads, windows=windows, **{"context": here} | options)
         return BatchPlan(made, here)
 
     model.get_attention_masks = get_attention_masks

@@ -276,13 +276,18 @@ class Plans(Mapping[Window, Plan]):
 
     def for_window(self, window: Window) -> Plan:
         """The plan for layers of that window. All windows, and chunks, at least as long as every document have the same
-        effect.
+        effect. Where plans differ in their heads, only the plan of exactly that window is meant.
 
         Raises:
             InvalidArgumentError: no plan here has that effect. The message names the windows that there are.
         """
         if window in self._by_window:
             return self._by_window[window]
+        if len({plan.heads for plan in self.values()}) > 1:
+            raise InvalidArgumentError(
+                f"plans: no plan for a window of {window}; there are plans for {', '.join(map(str, self))}, whose "
+                "heads differ: make them with distca.plans(layout, heads, windows=[...]), with the windows of all layers"
+            )
         longest = max(self._layout.document_lengths, default=0)
         if isinstance(window, Chunk) and window.rows >= longest and (whole := self.for_window(None)).mask == "causal":
             return whole
