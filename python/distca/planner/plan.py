@@ -286,7 +286,7 @@ class Plans(Mapping[Window, Plan]):
         if len({plan.heads for plan in self.values()}) > 1:
             raise InvalidArgumentError(
                 f"plans: no plan for a window of {window}; there are plans for {', '.join(map(str, self))}, whose "
-                "heads differ: make them with distca.plans(layout, heads, windows=[...]), with the windows of all layers"
+                "heads differ: make them with distca.plans(layout, heads, windows=[...]) for the windows of all layers"
             )
         longest = max(self._layout.document_lengths, default=0)
         if isinstance(window, Chunk) and window.rows >= longest and (whole := self.for_window(None)).mask == "causal":
