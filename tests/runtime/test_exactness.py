@@ -37,7 +37,7 @@ HEADS = {
     "mha": (8, 8, 16, None),
     "dim8": (8, 4, 8, None),
     "dim256": (8, 2, 256, None),
-    "dim512": (2, 1, 512, None),
+    "dim512": (8, 4, 512, None),
     "wider_values": (8, 4, 24, 40),
     "narrower_values": (8, 2, 128, 64),
     "much_wider_values": (8, 8, 40, 200),
