@@ -50,9 +50,16 @@ def check_can_be_cut(model: PreTrainedModel, option: str) -> None:
         raise ConfigError(
             f"{option}: {name} cannot be cut into stages of an embedding, layers, a norm and a head: {beside}"
         )
-    problem = _beside_layers(model) if option == "--pipeline" else None
+    problem = _not_in_stages(model) if option == "--pipeline" else None
     if problem is not None:
         raise ConfigError(f"--pipeline: {name} cannot be cut into stages: {problem}")
+
+
+def _not_in_stages(model: PreTrainedModel) -> str | None:
+    """What the stages of the model would need of each other but rows; None if there is nothing."""
+    if getattr(model.config.get_text_config(), "num_kv_shared_layers", 0):
+        return "layers take keys of earlier ones (num_kv_shared_layers), which may be on another stage"
+    return _beside_layers(model)
 
 
 class _Reached(Exception):
