@@ -16,8 +16,10 @@ from support.score_features import check_features
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 NAN = float("nan")
-SHAPES = [(8, 2, 64, None), (8, 1, 16, None), (5, 5, 24, 40), (8, 4, 8, 8), (4, 4, 256, 16), (6, 2, 16, 256)]
-SHAPES += [(4, 1, 512, None), (2, 2, 264, 8)]
+SHAPES = [
+    *((8, 2, 64, None), (8, 1, 16, None), (5, 5, 24, 40), (8, 4, 8, 8), (4, 4, 256, 16), (6, 2, 16, 256)),
+    *((4, 1, 512, None), (2, 2, 264, 8)),
+]
 
 
 def _compute(batch: Batch, tasks: torch.Tensor | None, scale: float | None = None) -> tuple[torch.Tensor, ...]:

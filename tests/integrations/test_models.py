@@ -164,6 +164,9 @@ def test_older_versions_say_the_heads_of_full_layers_in_fields_of_their_own() ->
     config = SimpleNamespace(**fields, layer_types=["sliding_attention", "full_attention"], sliding_window=64)
     config.get_text_config = lambda: config
     assert hf.heads_of(config, torch.float32) == {64: distca.Heads(8, 4, 256), None: distca.Heads(8, 1, 512)}
+    config.layer_types = ["linear_attention", "full_attention"]
+    assert hf.heads_of(config, torch.float32) == distca.Heads(8, 1, 512), "a layer without attention has none"
+    config.layer_types = ["sliding_attention", "full_attention"]
     config.attention_k_eq_v = False
     assert hf.heads_of(config, torch.float32)[None] == distca.Heads(8, 4, 512)
 

@@ -14,6 +14,7 @@ from distca.integrations.hf_bidirectional import AskedMask, difference
 from distca.integrations.hf_models import NAME
 from distca.planner.layout import Layout
 
+#: All of a dimension, as in mask[:, :, rows, :].
 _ALL = slice(None)
 
 

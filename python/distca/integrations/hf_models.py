@@ -330,11 +330,12 @@ def heads_of(config: PreTrainedConfig, dtype: torch.dtype) -> LayerHeads:
         f"the configuration ({config.model_type}) has no num_attention_heads: the model has no attention layers, or "
         "its attention is of another kind",
     )
-    if len({_heads_of_layer(config, layer) for layer in range(config.num_hidden_layers)}) == 1:
-        return Heads(*_heads_of_layer(config, 0), dtype)
+    shapes_of_layers = [_heads_of_layer(config, layer) for layer in range(config.num_hidden_layers)]
+    if len(set(shapes_of_layers)) == 1:
+        return Heads(*shapes_of_layers[0], dtype)
     layers: dict[Window, dict[tuple[int, int, int, int], int]] = {}
     for layer, window in _attention_layers(config):
-        layers.setdefault(window, {}).setdefault(_heads_of_layer(config, layer), layer)
+        layers.setdefault(window, {}).setdefault(shapes_of_layers[layer], layer)
     for window, first_layers in layers.items():
         shapes = "; ".join(
             f"layer {layer}: q={q}, kv={kv}, dim={dim}, v_dim={v_dim}"
@@ -345,7 +346,9 @@ def heads_of(config: PreTrainedConfig, dtype: torch.dtype) -> LayerHeads:
             f"layers of the window {window} differ in their heads ({shapes}), and layers of a window share a plan: not "
             "supported yet",
         )
-    return {window: Heads(*shape, dtype) for window, of_window in layers.items() for shape in of_window}
+    found = {window: Heads(*shape, dtype) for window, of_window in layers.items() for shape in of_window}
+    first = next(iter(found.values()))  # layers without attention may say other heads
+    return found if any(heads != first for heads in found.values()) else first
 
 
 def differ_in_heads(config: PreTrainedConfig) -> bool:
