@@ -422,7 +422,8 @@ def _attention_layers(config: Any) -> list[tuple[int, Window]]:
 def _check_has_layers(config: Any) -> None:
     refuse(
         getattr(config, "num_hidden_layers", None) is None,
-        f"the configuration ({config.model_type}) has no num_hidden_layers: its layers are of another kind",
+        f"the configuration ({config.model_type}) has no num_hidden_layers: "
+        + _REFUSED.get(config.model_type, "its layers are of another kind"),
     )
 
 

@@ -130,7 +130,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "minimax_m3_vl_text, chosen keys",
     ),
     "the model attends among rows that it has hashed alike": ("reformer",),
-    "has no num_attention_heads": ("blt", "falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"),
+    "has no num_hidden_layers: the model groups the bytes of a row into patches": ("blt",),
+    "has no num_attention_heads": ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"),
     "takes its attention from a table of its own": ("falcon", "git", "gpt_neo", *(["gptj"] if tiny.OLD else [])),
     "bypasses transformers' AttentionInterface": (
         *(
