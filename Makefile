@@ -115,8 +115,9 @@ protocol: build $(VENV)/test-ready
 pipeline: build $(VENV)/test-ready
 	$(BIN)/python -m pytest $(PIPELINE) tests/pipeline/every_*.py $(ARGS)
 
+# The long ones first, and one by one: no process then has several of them left.
 megatron: build $(VENV)/test-ready
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(MEGATRON) tests/integrations/every_megatron.py $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist load --maxschedchunk 1 tests/integrations/every_megatron.py $(MEGATRON) $(ARGS)
 
 pretraining: build $(VENV)/test-ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(PRETRAINING) tests/apps/every_pretraining_*.py $(ARGS)

@@ -126,8 +126,8 @@ void check_flash(const Tensor& q, const HeadShape& heads, float softcap) {
           "attention on CUDA: the tensors are float32; bfloat16 and float16 are supported, and float32 on the CPU");
   require(heads.dim == heads.v_dim, "attention on CUDA: q and k have head dim ", heads.dim, ", v has ", heads.v_dim,
           "; equal ones are supported by ATen's flash attention (others on compute capability 9.0 and on the CPU)");
-  require(heads.dim <= 256, "attention on CUDA: head dim ", heads.dim,
-          "; ATen's flash attention has up to 256 (the CPU up to ", kMostHeadDim, ")");
+  require(heads.dim <= 256, "attention on CUDA: head dim ", heads.dim, "; ATen's flash attention has up to 256 (up to ",
+          kMostHeadDim, " on compute capability 9.0 and on the CPU)");
   require(softcap == 0.f, "attention on CUDA: softcap = ", softcap,
           "; ATen's flash attention has none (compute capability 9.0 and the CPU do)");
   if (!q.is_cuda()) return;

@@ -5,14 +5,15 @@
 //   dS^T = P^T * (dP^T - delta)         dK += dS^T Q        dQ  += dS K
 //
 // Everything is transposed: keys are the rows. P^T is therefore in the registers that the product for dV wants. dS^T
-// goes through shared memory, for dK and, read the other way, for dQ. Sums of dq are fp32, in parts of 64 rows by 64
-// columns, in the order of the accumulators' registers: no thread needs an exchange. Parts go through shared memory to
-// two warps beside the producer, for which the copy engine adds them. Where shared memory has no room for that, the
+// goes through shared memory, for dK and, read the other way, for dQ. Sums of dq are fp32, in parts of a tile's rows by
+// 64 columns, in the order of the accumulators' registers: no thread needs an exchange. Parts go through shared memory
+// to two warps beside the producer, for which the copy engine adds them. Where shared memory has no room for that, the
 // consumers add 16 bytes at a time.
 //
 // Up to 128 columns, each warpgroup has 64 of 128 keys, and one of two parts of dq. If dq has one part, it is a
 // warpgroup's every other time. Beyond 128 columns, both compute P of the same 64 keys. Then one goes on with dP, dS
-// and dk, the other with dv and dq.
+// and dk, the other with dv and dq. Beyond 256 columns, the kernel runs twice, each time for half of the columns of dq,
+// dk and dv. A tile has 32 rows there; the product for dq, which wants 64, has zeros in place of the others.
 //
 // While a warpgroup computes exponentials, its products for dP run, and while it hands over a part of dq, the next
 // product.
@@ -33,7 +34,9 @@
 //   loaded                bytes of a block that is cleared before it is full
 //   named kScoresWritten  dscores[stage] of step i is written (after fence_shared), and both warpgroups may read it.
 //                         When both pass it at step i + 1, both have read that of step i, because wait_groups<0> of
-//                         step i comes before. Therefore it may be written at step i + 2
+//                         step i comes before. Therefore it may be written at step i + 2. With one stage of tiles
+//                         there is one dscores: it is written at step i + 1, whose tile comes after all have released
+//                         that of step i
 //   dq.stages[i]          every other part of dq: 4 consumer warps, each after fence_shared / the lane that adds it,
 //                         once the copy engine has read it
 //   named kQueryTurn      within the warpgroup that adds dq itself: its turn has come; all its adds are done
@@ -57,6 +60,7 @@ struct BackwardConsumer {
   using Columns_ = hopper::Columns;
   static constexpr int kDim = Config::kDim, kValueDim = Config::kValueDim;
   static constexpr int kKeys = Config::kKeys, kRows = Config::kRows;
+  static constexpr int kColumns = Config::kColumns, kValueColumns = Config::kValueColumns;
   static constexpr int kScores = kRows / 2;  // registers of a product of 64 keys and all rows
 
   const KernelParams& p;
@@ -73,6 +77,7 @@ struct BackwardConsumer {
   // Registers are scarce. What follows from the thread's number is therefore computed when it is needed.
   static DISTCA_DEVICE int warpgroup() { return hopper::thread_of_cta() / kWarpgroup - 1; }
   static DISTCA_DEVICE int thread() { return hopper::thread_of_cta() % kWarpgroup; }
+  DISTCA_DEVICE int pass() const { return Config::kPasses == 1 ? 0 : p.pass; }
   /// The first key of the warpgroup, in the block.
   static DISTCA_DEVICE int first_key() { return Config::kWide ? 0 : 64 * warpgroup(); }
   /// The first of this thread's two keys.
@@ -116,15 +121,16 @@ struct BackwardConsumer {
   }
 
   /// dV += P^T dout.
-  DISTCA_DEVICE void multiply_probabilities(float (&sums)[kValueDim / 2]) {
-    const hopper::Operand b = hopper::make_operand(&s.dout[tiles.stage()][0][0][0], kRows * kRowBytes);
+  DISTCA_DEVICE void multiply_probabilities(float (&sums)[kValueColumns / 2]) {
+    const hopper::Operand b =
+        hopper::make_operand(&s.dout[tiles.stage()][pass() * (kValueColumns / kBoxColumns)][0][0], kRows * kRowBytes);
     hopper::pin(sums);
     hopper::pin(probs);
     hopper::begin_products();
 #pragma unroll
     for (int i = 0; i < kRows / kInnerStep; ++i)
-      hopper::multiply<Element, kValueDim, Columns_::kOuter>(sums, probs[i],
-                                                             hopper::advance(b, i * kInnerStep * kRowBytes), true);
+      hopper::multiply<Element, kValueColumns, Columns_::kOuter>(sums, probs[i],
+                                                                 hopper::advance(b, i * kInnerStep * kRowBytes), true);
     hopper::end_group();
   }
 
@@ -222,22 +228,23 @@ struct BackwardConsumer {
   }
 
   /// dK += dS^T Q, for the warpgroup's keys.
-  DISTCA_DEVICE void multiply_gradients(float (&sums)[kDim / 2]) {
+  DISTCA_DEVICE void multiply_gradients(float (&sums)[kColumns / 2]) {
     const hopper::Operand a = hopper::make_operand(&s.dscores[tiles.stage()][0][first_key()][0], kNoChunk);
-    const hopper::Operand b = hopper::make_operand(&s.q[tiles.stage()][0][0][0], kRows * kRowBytes);
+    const hopper::Operand b =
+        hopper::make_operand(&s.q[tiles.stage()][pass() * (kColumns / kBoxColumns)][0][0], kRows * kRowBytes);
     hopper::pin(sums);
     hopper::begin_products();
 #pragma unroll
     for (int i = 0; i < kRows / kInnerStep; ++i)
-      hopper::multiply<Element, kDim, Columns_::kInner, Columns_::kOuter>(
+      hopper::multiply<Element, kColumns, Columns_::kInner, Columns_::kOuter>(
           sums, hopper::advance(a, i * kInnerStep * 2), hopper::advance(b, i * kInnerStep * kRowBytes), true);
     hopper::end_group();
   }
 
-  /// Multiplies one part of the tile's dq.
+  /// Multiplies one part of the tile's dq. Parts are numbered in the pass.
   DISTCA_DEVICE void multiply_queries(int part, float (&dq)[32]) {
     const hopper::Operand a = hopper::make_operand(&s.dscores[tiles.stage()][0][0][0], kKeys * kRowBytes);
-    const hopper::Operand b = hopper::make_operand(&s.k[part][0][0], kKeys * kRowBytes);
+    const hopper::Operand b = hopper::make_operand(&s.k[part_of_tile(part)][0][0], kKeys * kRowBytes);
     hopper::pin(dq);
     hopper::begin_products();
 #pragma unroll
@@ -247,30 +254,35 @@ struct BackwardConsumer {
     hopper::end_group();
   }
 
+  DISTCA_DEVICE int part_of_tile(int part) const { return pass() * Config::kPartsOfPass + part; }
+
   /// Hands a part of the tile's dq to the warp that adds it.
-  DISTCA_DEVICE void hand_over_queries(const TileFacts<kRows>& facts, int part_of_tile, const float (&dq)[32]) {
-    const uint32_t number = static_cast<uint32_t>(tiles.uses) * Config::kParts + static_cast<uint32_t>(part_of_tile);
+  DISTCA_DEVICE void hand_over_queries(const TileFacts<kRows>& facts, int part, const float (&dq)[32]) {
+    const uint32_t number = static_cast<uint32_t>(tiles.uses) * Config::kPartsOfPass + static_cast<uint32_t>(part);
     const uint32_t buffer = number % 2;
-    DqPart& part = s.dq.parts[buffer];
+    auto& handed = s.dq.parts[buffer];
     s.dq.stages.empty[buffer].wait(static_cast<int>(number / 2 % 2 ^ 1));
-    float* elements = part.elements + thread() * 4;
+    if (thread() < Config::kPartThreads) {
+      float* elements = handed.elements + thread() * 4;
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-      hopper::store_shared(elements + i * kWarpgroup * 4, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+      for (int i = 0; i < 8; ++i)
+        hopper::store_shared(elements + i * Config::kPartThreads * 4, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2],
+                             dq[4 * i + 3]);
+    }
     if (thread() == 0) {
-      part.sums = facts.dq_sums + part_of_tile * kPartElements;
-      part.turn = facts.turns == nullptr ? nullptr : facts.turns + part_of_tile;
-      part.blocks_before = facts.blocks_before;
+      handed.sums = facts.dq_sums + part_of_tile(part) * Config::kPartElements;
+      handed.turn = facts.turns == nullptr ? nullptr : facts.turns + part_of_tile(part);
+      handed.blocks_before = facts.blocks_before;
     }
     hopper::fence_shared();
     release(s.dq.stages.full[buffer]);
   }
 
   DISTCA_DEVICE void add_queries(const TileFacts<kRows>& facts, int part, const float (&dq)[32]) {
-    float* sums = facts.dq_sums + part * kPartElements + thread() * 4;
+    float* sums = facts.dq_sums + part * Config::kPartElements + thread() * 4;
 #pragma unroll
     for (int i = 0; i < 8; ++i)
-      hopper::add_global(sums + i * kWarpgroup * 4, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+      hopper::add_global(sums + i * Config::kPartThreads * 4, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
   }
 
   DISTCA_DEVICE void await_turn(const TileFacts<kRows>& facts) {
@@ -302,16 +314,17 @@ struct BackwardConsumer {
     if (thread() == 0) hopper::store_release(stored(index) + warpgroup(), 1);
   }
 
-  /// Writes the first `columns` of dk or dv, times `factor`, to where the group's gradients go, or adds them there.
-  template <int kColumns>
-  DISTCA_DEVICE void store_keys(const WorkItem& item, const float (&sums)[kColumns / 2], float factor, int columns,
+  /// Writes the pass's columns of dk or dv, of which there are `columns` in all, times `factor`, to where the group's
+  /// gradients go, or adds them there.
+  template <int kSums>
+  DISTCA_DEVICE void store_keys(const WorkItem& item, const float (&sums)[kSums], float factor, int columns,
                                 RowView RunEntry::* view) {
-    store_key<kColumns, 0>(item, sums, factor, columns, view);
-    store_key<kColumns, 1>(item, sums, factor, columns, view);
+    store_key<kSums, 0>(item, sums, factor, columns, view);
+    store_key<kSums, 1>(item, sums, factor, columns, view);
   }
 
-  template <int kColumns, int kRow>
-  DISTCA_DEVICE void store_key(const WorkItem& item, const float (&sums)[kColumns / 2], float factor, int columns,
+  template <int kSums, int kRow>
+  DISTCA_DEVICE void store_key(const WorkItem& item, const float (&sums)[kSums], float factor, int columns,
                                RowView RunEntry::* view) {
     const GroupEntry& group = p.groups[item.group];
     const int row = item.index * kKeys + first_key_of_thread() + 8 * kRow;
@@ -326,11 +339,11 @@ struct BackwardConsumer {
     }
     const RunEntry& run = p.runs[first];
     const bool floats = run.dtype == DType::kFloat32;
-    const int first_column = first_row_of_thread();
+    const int begin = pass() * 2 * kSums, first_column = begin + first_row_of_thread();
     std::byte* dst = address(run.*view, row - run.begin, item.kv_head) + first_column * (floats ? 4 : 2);
 #pragma unroll
-    for (int j = 0; j < kColumns / 8; ++j) {
-      if (8 * j >= columns) break;
+    for (int j = 0; j < kSums / 4; ++j) {
+      if (begin + 8 * j >= columns) break;
       const float x = hopper::product(sums[4 * j + 2 * kRow], factor);
       const float y = hopper::product(sums[4 * j + 2 * kRow + 1], factor);
       if (run.is_added != 0)
@@ -362,8 +375,8 @@ struct NarrowConsumer : BackwardConsumer<Config> {
       index = this_item(s.items, this->items);
       const WorkItem& item = p.items[index];
       this->await_store(item);
-      this->template store_keys<kDim>(item, dk, p.scores_of(p.groups[item.group]).scale, p.dim, &RunEntry::dk);
-      this->template store_keys<kValueDim>(item, dv, 1.f, p.v_dim, &RunEntry::dv);
+      this->store_keys(item, dk, p.scores_of(p.groups[item.group]).scale, p.dim, &RunEntry::dk);
+      this->store_keys(item, dv, 1.f, p.v_dim, &RunEntry::dv);
       this->pass_store(index, item);
     }
   }
@@ -403,7 +416,7 @@ struct WideKeyConsumer : BackwardConsumer<Config> {
   using Base::Base;
   using Base::p, Base::s, Base::tiles, Base::scores, Base::dprobs;
 
-  float dk[Config::kDim / 2];
+  float dk[Config::kColumns / 2];
 
   DISTCA_DEVICE void run() {
     for (int index; (index = begin_item(s.items, this->items)) < p.num_items(); end_item(s.items, this->items)) {
@@ -412,7 +425,7 @@ struct WideKeyConsumer : BackwardConsumer<Config> {
       index = this_item(s.items, this->items);
       const WorkItem& item = p.items[index];
       this->await_store(item);
-      this->template store_keys<Config::kDim>(item, dk, p.scores_of(p.groups[item.group]).scale, p.dim, &RunEntry::dk);
+      this->store_keys(item, dk, p.scores_of(p.groups[item.group]).scale, p.dim, &RunEntry::dk);
       this->pass_store(index, item);
     }
   }
@@ -438,7 +451,7 @@ struct WideValueConsumer : BackwardConsumer<Config> {
   using Base::Base;
   using Base::p, Base::s, Base::tiles, Base::scores, Base::probs;
 
-  float dv[Config::kValueDim / 2];
+  float dv[Config::kValueColumns / 2];
 
   DISTCA_DEVICE void run() {
     for (int index; (index = begin_item(s.items, this->items)) < p.num_items(); end_item(s.items, this->items)) {
@@ -447,7 +460,7 @@ struct WideValueConsumer : BackwardConsumer<Config> {
       index = this_item(s.items, this->items);
       const WorkItem& item = p.items[index];
       this->await_store(item);
-      this->template store_keys<Config::kValueDim>(item, dv, 1.f, p.v_dim, &RunEntry::dv);
+      this->store_keys(item, dv, 1.f, p.v_dim, &RunEntry::dv);
       this->pass_store(index, item);
     }
   }
@@ -469,27 +482,28 @@ struct WideValueConsumer : BackwardConsumer<Config> {
     hopper::pin(probs);
   }
 
-  /// While one part is handed over, the next one is multiplied.
+  /// While one part is handed over, the next one is multiplied, if there are registers for both.
   DISTCA_DEVICE void hand_over(const TileFacts<Config::kRows>& facts) {
-    float dq[2][32];
-    this->multiply_queries(0, dq[0]);
+    constexpr int kSets = Config::kPasses == 1 ? 2 : 1;
+    float dq[kSets][32];
 #pragma unroll
-    for (int part = 0; part < Config::kParts; ++part) {
-      if (part + 1 < Config::kParts) {
-        this->multiply_queries(part + 1, dq[(part + 1) % 2]);
+    for (int part = 0; part < Config::kPartsOfPass; ++part) {
+      if (part == 0 || kSets == 1) this->multiply_queries(part, dq[part % kSets]);
+      if (kSets == 2 && part + 1 < Config::kPartsOfPass) {
+        this->multiply_queries(part + 1, dq[(part + 1) % kSets]);
         hopper::wait_groups<1>();
       } else {
         hopper::wait_groups<0>();
       }
-      hopper::pin(dq[part % 2]);
-      this->hand_over_queries(facts, part, dq[part % 2]);
+      hopper::pin(dq[part % kSets]);
+      this->hand_over_queries(facts, part, dq[part % kSets]);
     }
   }
 
   DISTCA_DEVICE void add(const TileFacts<Config::kRows>& facts) {
     this->await_turn(facts);
 #pragma unroll 1
-    for (int part = 0; part < Config::kParts; ++part) {
+    for (int part = 0; part < Config::kPartsOfPass; ++part) {
       float dq[32];
       this->multiply_queries(part, dq);
       hopper::wait_groups<0>();
@@ -512,12 +526,15 @@ DISTCA_DEVICE void backward_cta(const KernelParams& p, typename Config::Shared& 
     if constexpr (Config::kHandsOver) s.dq.stages.init(kWarpgroup / kWarp, 1);
     hopper::fence_barrier_init();
   }
-  // Rows of tiles of queries that no box reaches stay zero.
+  // Rows of tiles of queries that no box reaches stay zero, and columns of dS that no tile has.
   static_assert(sizeof(s.q) % 16 == 0 && sizeof(s.dout) % 16 == 0);
   for (int i = thread; i < static_cast<int>(sizeof(s.q) / 16); i += kThreads)
     hopper::store_shared(&s.q[0][0][0][0] + i * 8, hopper::Words4{});
   for (int i = thread; i < static_cast<int>(sizeof(s.dout) / 16); i += kThreads)
     hopper::store_shared(&s.dout[0][0][0][0] + i * 8, hopper::Words4{});
+  if constexpr (Config::kRows < kBoxColumns)
+    for (int i = thread; i < static_cast<int>(sizeof(s.dscores) / 16); i += kThreads)
+      hopper::store_shared(&s.dscores[0][0][0][0] + i * 8, hopper::Words4{});
   hopper::fence_shared();
   hopper::sync_cta();
   if (thread < kWarpgroup) {
@@ -543,11 +560,13 @@ DISTCA_DEVICE void store_queries(const KernelParams& p, const StoreItem& item, i
   const TaskEntry& task = p.tasks[item.task];
   const float scale = p.scores_of(p.groups[task.group]).scale;
   const int tokens = minimum(p.tile_tokens, task.num_rows - item.tile * p.tile_tokens);
-  const float* sums = p.dq_sums + int64_t{tile_index(task, item.kv_head, item.tile)} * Config::kParts * kPartElements;
+  const float* sums =
+      p.dq_sums + int64_t{tile_index(task, item.kv_head, item.tile)} * Config::kParts * Config::kPartElements;
   // Four threads of a warpgroup had eight columns of two rows; one thread writes these.
-  for (int i = first; i < Config::kParts * 256; i += step) {
-    const int group = i % 8, quad = i / 8 % 32, part = i / 256;
-    const float* at = sums + part * kPartElements + group * kWarpgroup * 4 + quad * 16;
+  constexpr int kGroups = kBoxColumns / 8, kQuads = Config::kPartThreads / 4;
+  for (int i = first; i < Config::kParts * kQuads * kGroups; i += step) {
+    const int group = i % kGroups, quad = i / kGroups % kQuads, part = i / kGroups / kQuads;
+    const float* at = sums + part * Config::kPartElements + group * Config::kPartThreads * 4 + quad * 16;
     const int column = part * kBoxColumns + group * 8;
     if (column >= p.dim) continue;
 #pragma unroll

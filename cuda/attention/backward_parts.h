@@ -22,9 +22,6 @@ struct TileFacts {
   int scores;  // the group's
 };
 
-/// A part of a tile's sums of dq: 64 rows and 64 columns.
-inline constexpr int kPartElements = 64 * 64;
-
 /// What the producer knows of an item and of one of its tasks. It has read that once, because memory takes long to
 /// answer; registers are scarce.
 struct KnownItem {
@@ -43,16 +40,18 @@ struct KnownItem {
 };
 
 /// What a warpgroup has computed for a part of a tile's dq, on its way to the sums in memory.
+template <int kElements>
 struct alignas(128) DqPart {
-  float elements[kPartElements];
+  float elements[kElements];
   float* sums;
   int* turn;  // null if adds come in any order
   int blocks_before;
 };
 
 /// Parts are numbered, tile by tile, and take turns.
+template <int kElements>
 struct DqParts {
-  DqPart parts[2];
+  DqPart<kElements> parts[2];
   Stages<2> stages;
 };
 struct NoDqParts {};
@@ -64,15 +63,23 @@ struct BackwardConfig {
   static constexpr int kValueDim = kValueDim_;
   /// Sums for keys and for values of 64 keys can be too many registers for one warpgroup. Then each has one of the two.
   static constexpr bool kWide = kDim > 128 || kValueDim > 128;
+  /// Beyond 256 columns they are too many even so. Then the kernel runs once for each half of the columns of dq, dk and
+  /// dv (KernelParams::pass), and computes P and dP each time. Keys, values and one tile of 32 rows fill shared memory.
+  static constexpr int kPasses = maximum(kDim, kValueDim) > 256 ? 2 : 1;
+  static constexpr int kColumns = kDim / kPasses, kValueColumns = kValueDim / kPasses;
   /// This is part of the numerics, as in forward.
   static constexpr int kKeys = kWide ? 64 : 128;
-  static constexpr int kRows = 64;
-  static constexpr int kStages = 2;
-  /// Sums of dq come in parts of 64 rows and 64 columns.
-  static constexpr int kParts = kDim / kBoxColumns;
-  static constexpr int kOperandBytes = 2 * (kKeys + kStages * kRows) * (kDim + kValueDim) + 4 * kKeys * kBoxColumns;
+  static constexpr int kRows = kPasses == 1 ? 64 : 32;
+  static constexpr int kStages = kPasses == 1 ? 2 : 1;
+  /// Sums of dq come in parts of a tile's rows and 64 columns. So many threads of a warpgroup have some of them.
+  static constexpr int kParts = kDim / kBoxColumns, kPartsOfPass = kParts / kPasses;
+  static constexpr int kPartElements = kRows * kBoxColumns, kPartThreads = 2 * kRows;
+  using Parts = DqParts<kPartElements>;
+  static constexpr int kOperandBytes =
+      2 * (kKeys + kStages * kRows) * (kDim + kValueDim) + 2 * kStages * kKeys * kBoxColumns;
   /// Whether warps of their own add the parts of dq. Otherwise there is no room for the parts on their way.
-  static constexpr bool kHandsOver = kOperandBytes + sizeof(DqParts) <= 222 * 1024;
+  static constexpr bool kHandsOver = kOperandBytes + sizeof(Parts) <= 222 * 1024;
+  static_assert(kHandsOver || kPasses == 1, "passes would share a tile's turn");
   /// Parts of a tile that have turns of their own.
   static constexpr int kTurnsPerTile = kHandsOver ? kParts : 1;
 
@@ -81,9 +88,9 @@ struct BackwardConfig {
     SharedTile<kValueDim / kBoxColumns, kKeys> v;
     SharedTile<kDim / kBoxColumns, kRows> q[kStages];
     SharedTile<kValueDim / kBoxColumns, kRows> dout[kStages];
-    /// dS of a tile, with one row for each key.
-    SharedTile<1, kKeys> dscores[2];
-    std::conditional_t<kHandsOver, DqParts, NoDqParts> dq;
+    /// dS of a tile, with one row for each key. Columns past the tile's rows are zero.
+    SharedTile<1, kKeys> dscores[kStages];
+    std::conditional_t<kHandsOver, Parts, NoDqParts> dq;
     TileFacts<kRows> facts[kStages];
     KnownItem known;
     Stages<1> key_stages;
@@ -205,7 +212,7 @@ struct BackwardProducer {
       const GroupMask mask = p.mask_of(known.group);
       const RowRange of_all = keys_of_all(mask, tokens, known.group);
       const int index = known.first_tile + tile;
-      facts.dq_sums = p.dq_sums + int64_t{index} * Config::kParts * kPartElements;
+      facts.dq_sums = p.dq_sums + int64_t{index} * Config::kParts * Config::kPartElements;
       facts.turns = p.turns == nullptr ? nullptr : p.turns + int64_t{index} * Config::kTurnsPerTile;
       facts.blocks_before = known.block - visible_keys(mask, tokens, known.group).begin / kKeys;
       const bool masked = known.begin < of_all.begin || known.begin + kKeys > of_all.end;
@@ -253,7 +260,7 @@ struct DqAdder {
       else
         items.advance();
 #pragma unroll 1
-      for (int n = p.items[index].num_tiles * Config::kParts; n > 0; --n, ++part)
+      for (int n = p.items[index].num_tiles * Config::kPartsOfPass; n > 0; --n, ++part)
         if (part % 2 == first) add();
     }
     if (lane_of_warp() == 0) hopper::wait_added();
@@ -263,12 +270,12 @@ struct DqAdder {
     s.dq.stages.full[first].wait(parts.parity());
     hopper::sync_warp();  // as in await_empty()
     if (lane_of_warp() == 0) {
-      const DqPart& part = s.dq.parts[first];
+      const auto& part = s.dq.parts[first];
       if (part.turn != nullptr) {
         while (hopper::load_acquire(part.turn) != part.blocks_before) hopper::pause();
         hopper::fence_all();
       }
-      hopper::add_shared(part.sums, part.elements, kPartElements);
+      hopper::add_shared(part.sums, part.elements, Config::kPartElements);
       if (part.turn != nullptr) {
         hopper::wait_added();
         hopper::fence_gpu();

@@ -19,9 +19,14 @@ namespace {
 
 using distca::cuda::check;
 
+/// All kernels; those for smaller heads come first.
+std::array<std::span<const HeadKernels>, 5> all_kernels() {
+  return {hopper_kernels_64(), hopper_kernels_128(), hopper_kernels_192(), hopper_kernels_256(), hopper_kernels_512()};
+}
+
 /// The kernels for heads of this shape, or null if there are none.
 const HeadKernels* kernels_for(const HeadShape& heads) {
-  for (const auto& kernels : {hopper_kernels_64(), hopper_kernels_128(), hopper_kernels_192(), hopper_kernels_256()})
+  for (const auto& kernels : all_kernels())
     for (const HeadKernels& k : kernels)
       if (k.dtype == heads.dtype && heads.dim <= k.dim && heads.v_dim <= k.v_dim) return &k;
   return nullptr;
@@ -102,7 +107,7 @@ struct CudaAttention::State {
 };
 
 void load_kernels() {
-  for (const auto& kernels : {hopper_kernels_64(), hopper_kernels_128(), hopper_kernels_192(), hopper_kernels_256()})
+  for (const auto& kernels : all_kernels())
     for (const HeadKernels& k : kernels) check(k.load(), "loading kernels");
 }
 
@@ -110,9 +115,9 @@ std::string unsupported_reason(const HeadShape& heads, int major, int minor) {
   if (major != 9 || minor != 0)
     return message("the CUDA kernels are for compute capability 9.0, this device has ", major, ".", minor);
   if (heads.dtype == DType::kFloat32) return "the CUDA kernels take bfloat16 and float16, not float32";
-  if (heads.dim < 8 || heads.v_dim < 8 || heads.dim % 8 != 0 || heads.v_dim % 8 != 0 || kernels_for(heads) == nullptr)
-    return message("the CUDA kernels take head dimensions that are multiples of 8 up to 256, not ", heads.dim, " and ",
-                   heads.v_dim);
+  if (!is_head_dim(heads.dim) || !is_head_dim(heads.v_dim) || kernels_for(heads) == nullptr)
+    return message("the CUDA kernels take head dimensions that are multiples of 8 up to ", kMostHeadDim, ", not ",
+                   heads.dim, " and ", heads.v_dim);
   if (heads.kv_heads < 1 || heads.q_heads % heads.kv_heads != 0)
     return message(heads.q_heads, " query heads do not share ", heads.kv_heads, " key/value heads evenly");
   if (heads.group_heads() > kernels_for(heads)->backward_shape.rows)
@@ -189,9 +194,10 @@ AttentionLaunch::Scratch AttentionLaunch::scratch(const transport::TableLayout& 
   const size_t num_tiles = is_backward_ ? tables.capacity(kStoreItems) : 0;
   Carver<256> carver(base);
   Scratch s;
-  s.next_item = carver.take<int>(1);
+  const auto passes = static_cast<size_t>(is_backward_ ? kernels_->passes : 1);
+  s.next_item = carver.take<int>(passes);
   s.turns = carver.take<int>(is_deterministic_ ? num_tiles * static_cast<size_t>(kernels_->turns_per_tile) : 0);
-  s.stored = carver.take<int>(is_backward_ ? 2 * tables.capacity(kItems) : 0);
+  s.stored = carver.take<int>(is_backward_ ? passes * 2 * tables.capacity(kItems) : 0);
   s.dq_sums = carver.take<float>(num_tiles * static_cast<size_t>(kernels_->dq_elements));
   s.bytes = carver.used();
   return s;
@@ -221,7 +227,11 @@ void AttentionLaunch::operator()(const distca::cuda::DeviceTable& tables, void* 
     check(kernels_->forward(p, num_ctas, stream), "starting the forward kernel");
     return;
   }
-  check(kernels_->backward(p, num_ctas, stream), "starting the backward kernel");
+  for (p.pass = 0; p.pass < kernels_->passes; ++p.pass) {
+    check(kernels_->backward(p, num_ctas, stream), "starting the backward kernel");
+    ++p.next_item;
+    p.stored += 2 * tables.capacity(kItems);
+  }
   if (const auto num_tiles = static_cast<int>(tables.capacity(kStoreItems)); num_tiles > 0)
     check(kernels_->store_queries(p, num_tiles, stream), "starting the kernel that stores dq");
 }

@@ -1,9 +1,11 @@
 // Forward of core attention over a work list. A CTA computes out and the log-sum-exp of one tile of a task after
 // another.
 //
-// A CTA has a producer warp and two consumer warpgroups. Each consumer has 64 of a tile's 128 rows. Both go over the
-// same blocks of keys, in ascending order from the start of the document. While one multiplies, the other does its
-// softmax. Within a warpgroup the scores of block j + 1 are multiplied together with the values of block j.
+// A CTA has a producer warp and two consumer warpgroups. Each consumer has 64 of a tile's 128 rows. Beyond 256 columns
+// of values, where the sums of 64 rows are too many registers, both have the same 64 rows, and each has half of the
+// columns. Both go over the same blocks of keys, in ascending order from the start of the document. While one
+// multiplies, the other does its softmax. Within a warpgroup the scores of block j + 1 are multiplied together with the
+// values of block j.
 //
 // Everything that is done for a row depends on that row and on the keys of the blocks that it sees. A block of which it
 // sees nothing leaves its maximum, its sum and its output as they are, to the bit (2^0 = 1, x + 0 = x). Only one
@@ -32,15 +34,18 @@ struct ForwardConfig {
   using Element = Element_;
   static constexpr int kDim = kDim_;  // like kValueDim rounded up to whole chunks; columns beyond the head are zero
   static constexpr int kValueDim = kValueDim_;
-  static constexpr int kRows = 128;
+  /// Whether both warpgroups have the same rows, and each has half of the columns of out.
+  static constexpr bool kShared = kValueDim > 256;
+  static constexpr int kOutColumns = kShared ? kValueDim / 2 : kValueDim;
+  static constexpr int kRows = kShared ? 64 : 128;
   /// This is part of the numerics: blocks start at multiples of it.
   static constexpr int kKeys = kDim > 192 ? 64 : 128;
-  /// Stages of keys and of values: two to four of each, as many as there is room for.
+  /// Stages of keys and of values: up to four of each, as many as there is room for.
   static constexpr int kKeyBytes = kKeys * kDim * 2, kValueBytes = kKeys * kValueDim * 2;
   static constexpr int kRoom = 224 * 1024 - kRows * kDim * 2;
   static constexpr int kKeyStages = minimum(kRoom / (kKeyBytes + kValueBytes), 4);
   static constexpr int kValueStages = minimum((kRoom - kKeyStages * kKeyBytes) / kValueBytes, 4);
-  static_assert(kKeyStages >= 2 && kValueStages >= 2);
+  static_assert(kKeyStages >= 1 && kValueStages >= 1);
 
   struct alignas(1024) Shared {
     SharedTile<kDim / kBoxColumns, kRows> q;
@@ -159,11 +164,11 @@ struct ForwardProducer {
   }
 };
 
-/// One consumer warpgroup. It computes 64 rows of a tile after another. A thread has two rows, eight apart.
+/// One consumer warpgroup. It computes 64 rows of one tile after another. A thread has two rows, eight apart.
 template <class Config>
 struct ForwardConsumer {
   using Element = typename Config::Element;
-  static constexpr int kDim = Config::kDim, kValueDim = Config::kValueDim, kKeys = Config::kKeys;
+  static constexpr int kDim = Config::kDim, kKeys = Config::kKeys, kOutColumns = Config::kOutColumns;
 
   const KernelParams& p;
   typename Config::Shared& s;
@@ -173,7 +178,7 @@ struct ForwardConsumer {
   AnyRing<Config::kValueStages> v;
 
   float scores[kKeys / 2];
-  float out[kValueDim / 2];
+  float out[kOutColumns / 2];
   uint32_t probs[kKeys / 16][4];
   // For each row: the maximum of the mapped scores so far, this thread's part of the sum, and the keys that it sees.
   float row_max[2];
@@ -185,9 +190,13 @@ struct ForwardConsumer {
 
   // Registers are scarce. What follows from the thread's number is therefore computed when it is needed.
   static DISTCA_DEVICE int warpgroup() { return hopper::thread_of_cta() / kWarpgroup - 1; }
+  /// The first row of the warpgroup, in the tile, and the first of its columns of out.
+  static DISTCA_DEVICE int first_row() { return Config::kShared ? 0 : 64 * warpgroup(); }
+  static DISTCA_DEVICE int first_column() { return Config::kShared ? kOutColumns * warpgroup() : 0; }
   /// The first of this thread's two rows, in the tile.
-  static DISTCA_DEVICE int first_row() {
-    const int thread = hopper::thread_of_cta() - kWarpgroup;
+  static DISTCA_DEVICE int first_row_of_thread() {
+    const int number = hopper::thread_of_cta();
+    const int thread = Config::kShared ? number % kWarpgroup : number - kWarpgroup;
     return thread / kWarp * 16 + thread % kWarp / 4;
   }
 
@@ -254,7 +263,7 @@ struct ForwardConsumer {
   DISTCA_DEVICE void begin_rows(const WorkItem& item, const ForwardTile& tile) {
     const GroupEntry& group = p.groups[item.group];
     const GroupMask mask = p.mask_of(group);
-    const int row = first_row();
+    const int row = first_row_of_thread();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int token = tile.rows.begin + (row + 8 * i) / p.group_heads;
@@ -264,11 +273,11 @@ struct ForwardConsumer {
           token < tile.rows.end ? RowRange{mask.first_key(token), mask.end_key(token, group.kv_end)} : RowRange{0, 0};
     }
 #pragma unroll
-    for (int i = 0; i < kValueDim / 2; ++i) out[i] = 0.f;
+    for (int i = 0; i < kOutColumns / 2; ++i) out[i] = 0.f;
   }
 
   DISTCA_DEVICE void multiply_scores() {
-    const hopper::Operand queries = hopper::make_operand(&s.q[0][64 * warpgroup()][0], kNoChunk);
+    const hopper::Operand queries = hopper::make_operand(&s.q[0][first_row()][0], kNoChunk);
     const hopper::Operand keys = hopper::make_operand(&s.k[k.stage()][0][0][0], kNoChunk);
     hopper::pin(scores);
     hopper::begin_products();
@@ -283,13 +292,14 @@ struct ForwardConsumer {
   }
 
   DISTCA_DEVICE void multiply_values() {
-    const hopper::Operand values = hopper::make_operand(&s.v[v.stage()][0][0][0], kKeys * kRowBytes);
+    const hopper::Operand values =
+        hopper::make_operand(&s.v[v.stage()][first_column() / kBoxColumns][0][0], kKeys * kRowBytes);
     hopper::pin(out);
     hopper::pin(probs);
     hopper::begin_products();
 #pragma unroll
     for (int i = 0; i < kKeys / kInnerStep; ++i)
-      hopper::multiply<Element, kValueDim, hopper::Columns::kOuter>(
+      hopper::multiply<Element, kOutColumns, hopper::Columns::kOuter>(
           out, probs[i], hopper::advance(values, i * kInnerStep * kRowBytes), true);
     hopper::end_group();
   }
@@ -344,7 +354,7 @@ struct ForwardConsumer {
 
   DISTCA_DEVICE void rescale_out() {
 #pragma unroll
-    for (int i = 0; i < kValueDim / 2; ++i) out[i] = hopper::product(out[i], rescale[i / 2 % 2]);
+    for (int i = 0; i < kOutColumns / 2; ++i) out[i] = hopper::product(out[i], rescale[i / 2 % 2]);
   }
 
   /// Divides by the sums and writes out, the log-sum-exp and, where somebody asks, the largest scores.
@@ -354,16 +364,17 @@ struct ForwardConsumer {
     constexpr float kLn2 = 0.6931471805599453f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = first_row() + 8 * r, head = item.kv_head * p.group_heads + row % p.group_heads;
+      const int row = first_row_of_thread() + 8 * r, head = item.kv_head * p.group_heads + row % p.group_heads;
       const int token = tile.rows.begin + row / p.group_heads;
       const bool valid = token < tile.rows.end;
       float sum = row_sum[r];
       sum += hopper::shuffle_xor(sum, 1);
       sum += hopper::shuffle_xor(sum, 2);
       const float factor = sum == 0.f ? 0.f : 1.f / sum;
-      store_row<Element, kValueDim>(out, r, factor, address(task.out, token - task.q_begin, head), p.v_dim, valid,
-                                    lane_of_warp());
-      if (valid && lane_of_warp() % 4 == 0) {
+      store_row<Element, kOutColumns>(out, r, factor,
+                                      address(task.out, token - task.q_begin, head) + first_column() * 2,
+                                      p.v_dim - first_column(), valid, lane_of_warp());
+      if (valid && lane_of_warp() % 4 == 0 && first_column() == 0) {
         const float highest = hopper::product(row_max[r], exponent_scale);  // a power of two
         const float lse = sum == 0.f ? -kInfinity : highest * kLn2 + logf(sum);
         *reinterpret_cast<float*>(address(task.lse, token - task.q_begin, head)) = lse;

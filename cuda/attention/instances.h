@@ -71,8 +71,9 @@ HeadKernels head_kernels(DType dtype) {
           {Forward::kRows, Forward::kKeys},
           launch<Forward, forward_kernel<Forward>>,
           {Backward::kRows, Backward::kKeys},
-          Backward::kParts * kPartElements,
+          Backward::kParts * Backward::kPartElements,
           Backward::kTurnsPerTile,
+          Backward::kPasses,
           launch<Backward, backward_kernel<Backward>>,
           launch_store_queries<Backward>,
           [] { return load(forward_kernel<Forward>, backward_kernel<Backward>, store_queries_kernel<Backward>); }};

@@ -25,6 +25,7 @@ struct HeadKernels {
   TileShape backward_shape;
   int dq_elements;     // elements of a tile's sums of dq
   int turns_per_tile;  // parts of these sums, each of which has turns of its own
+  int passes;          // starts of the kernel, each for a part of the columns
   Launch backward;
   Launch store_queries;
   cudaError_t (*load)();  // loads these kernels, before they are first started
@@ -35,5 +36,6 @@ std::span<const HeadKernels> hopper_kernels_64();
 std::span<const HeadKernels> hopper_kernels_128();
 std::span<const HeadKernels> hopper_kernels_192();
 std::span<const HeadKernels> hopper_kernels_256();
+std::span<const HeadKernels> hopper_kernels_512();
 
 }  // namespace distca::attention::cuda

@@ -213,6 +213,7 @@ struct KernelParams {
   int group_heads;
   int tile_tokens;
   ScoreEntry scores[kMostScores];  // zeros past the problem's last one
+  int pass;  // backward: which part of the columns of dq, dk and dv is computed (BackwardConfig::kPasses)
 
   DISTCA_INLINE int num_items() const { return static_cast<int>(counts[0]); }
   DISTCA_INLINE int num_store_items() const { return static_cast<int>(counts[1]); }

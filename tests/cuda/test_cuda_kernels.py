@@ -25,7 +25,10 @@ LENGTHS = (300, 1, 129, 64, 513)
 HEADS = {
     f"{name} {dim}/{v_dim}, {q}/{kv}": distca.Heads(q, kv, dim, v_dim, dtype)
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
-    for dim, v_dim, q, kv in ((64, 64, 4, 2), (128, 128, 8, 1), (128, 128, 2, 2), (192, 128, 4, 2), (256, 256, 2, 1))
+    for dim, v_dim, q, kv in (
+        *((64, 64, 4, 2), (128, 128, 8, 1), (128, 128, 2, 2), (192, 128, 4, 2), (256, 256, 2, 1)),
+        *((512, 512, 4, 1), (264, 512, 2, 2)),
+    )
 }
 CUDA = {"device": "cuda", "attention": "own"}
 

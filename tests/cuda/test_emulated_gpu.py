@@ -32,7 +32,7 @@ from support.batches import (
     spill,
     spill_with_empty_ranks,
 )
-from support.branches import branched
+from support.branches import attention_of_tree, branched, own_rows, random_tree
 from support.groups import fault_of_check, forward_of_rank, loopback_group, on_all_ranks, run_step, together
 from support.oracle import NAMES, ErrorPool, oracle, torch_attention
 from support.plan_reader import read_slice
@@ -338,6 +338,20 @@ def test_own_attention_is_as_exact_as_pytorch(own_gpu: EmulatedGpu, dtype: torch
         plan = distca.plan(layout, heads, tasks=random_tasks(layout, heads.kv, seed))
         pool.add(_own_step(batch, plan), torch_attention(batch), oracle(batch))
     pool.check()
+
+
+@pytest.mark.parametrize("dims", [(512, 512), (264, 16)])
+def test_kernels_that_run_twice_in_backward_are_exact_where_documents_share_rows(
+    own_gpu: EmulatedGpu, dims: tuple[int, int]
+) -> None:
+    heads = distca.Heads(2, 1, *dims, torch.bfloat16)
+    tree = random_tree(3, documents=4)
+    batch, layout = random_batch(tree.lengths, heads, 1), tree.layout(2, 1)
+    ours = _own_step(batch, distca.plan(layout, heads, tasks=random_tasks(layout, heads.kv, 1)))
+    exact, mine = attention_of_tree(batch, tree, torch.float64), own_rows(batch, tree)
+    for name, a, b in zip(NAMES, ours, exact, strict=True):
+        error = ((a[mine].double() - b).square().mean() / b.square().mean()).sqrt()
+        assert error < (1e-6 if name == "lse" else 1.5 * 2.0**-8), name
 
 
 def test_own_attention_gives_rows_the_same_bits_whatever_the_plan(own_gpu: EmulatedGpu) -> None:

@@ -35,6 +35,8 @@ SHAPES = pytest.mark.parametrize(
         (96, 80, "float16", 3),  # the kernel for 128 columns fills the others with zeros
         (192, 128, "bfloat16", 2),
         (256, 256, "bfloat16", 2),
+        (512, 512, "bfloat16", 2),
+        (264, 24, "float16", 2),  # the second pass has eight columns of dk and none of dv
     ],
 )
 

@@ -17,6 +17,8 @@ _THREAD_LOCAL = 1  # the mode of captures
 _LAUNCH = re.compile(r"(\w+)((?:<[\w, ]+>)?)<<<(.*?)>>>\((.*?)\);", re.DOTALL)
 _SHARED = re.compile(r"(?<!extern )__shared__ ([\w:]+) (\w+);")
 _DYNAMIC = re.compile(r"extern __shared__ std::byte (\w+)\[\];")
+ATTENTION = ("kernels_64", "kernels_512")
+"""The kernels of attention that are compiled: of small heads, and those that run more than once."""
 _ON_MACHINE = {"kKernel"}
 """Kernels, as their launches name them, that are written in the instructions of hopper.h."""
 
@@ -49,7 +51,7 @@ def sources(folder: Path) -> list[Path | list[Path]]:
         return to
 
     rewritten(cuda / "attention/instances.h", "attention/instances.h")
-    kernels = [one for one in cuda.glob("*/*.cu") if one.parent.name != "attention" or one.stem == "kernels_64"]
+    kernels = [one for one in cuda.glob("*/*.cu") if one.parent.name != "attention" or one.stem in ATTENTION]
     return [
         sorted(cuda.glob("*/*.cpp")),
         [FOLDER.parent / "machine.cpp", *sorted(FOLDER.glob("*.cpp"))],

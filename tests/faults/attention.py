@@ -1,4 +1,4 @@
-"""Faults of attention: of the CPU's kernel, of ATen's, of the CUDA kernels."""
+"""Faults of attention: of the CPU's kernel and of ATen's."""
 
 from faults.fault import Fault
 
@@ -9,7 +9,6 @@ PLAN = "tests/plan/test_plan.py"
 FLASH = "tests/attention/test_flash.py"
 FLASH_RANKS = "tests/cuda/test_flash_ranks.py"
 SCORES = "tests/attention/test_several_scores.py"
-CUDA_HOST = "tests/cuda/test_kernels_on_host.py"
 DISPATCHER = "cpp/runtime/dispatcher.cpp"
 TABLES = "cpp/plan/slice_tables.cpp"
 FORWARD = "cpp/attention/cpu_forward.cpp"
@@ -284,170 +283,6 @@ FAULTS = [
         "(entry >> 1) + begin - first",
         "(entry >> 1)",
         (FLASH_RANKS,),
-    ),
-    # ---- the CUDA kernels, on the emulated machine
-    Fault(
-        "CUDA: values past the visible keys stay as they are in memory",
-        "cuda/attention/cta_parts.h",
-        "clear_rows<kChunks, kRows>(tile, last, kRows);",
-        "clear_rows<kChunks, kRows>(tile, last, last);",
-        (CUDA_HOST,),
-    ),
-    Fault(
-        "CUDA: cleared rows are not fenced",
-        "cuda/attention/cta_parts.h",
-        "    hopper::fence_shared();\n    hopper::sync_warp();\n    if (lane_of_warp() == 0) full.arrive();",
-        "    hopper::sync_warp();\n    if (lane_of_warp() == 0) full.arrive();",
-        (CUDA_HOST,),
-    ),
-    Fault(
-        "CUDA: a lane may come late to an empty stage",
-        "cuda/attention/cta_parts.h",
-        "  empty.wait(parity ^ 1);\n  hopper::sync_warp();",
-        "  empty.wait(parity ^ 1);",
-        (CUDA_HOST,),
-    ),
-    Fault(
-        "CUDA: signals are not awaited",
-        "cuda/attention/cta_parts.h",
-        "p.items[index].remote != 0",
-        "p.items[index].remote > 1",
-        (CUDA_HOST,),
-    ),
-    Fault(
-        "CUDA: rows that came while the kernel ran are loaded without a fence",
-        "cuda/attention/cta_parts.h",
-        "  hopper::sync_warp();\n  hopper::fence_all();",
-        "  hopper::sync_warp();",
-        (CUDA_HOST,),
-    ),
-    Fault(
-        "CUDA: the copy engine is not told of barriers",
-        "cuda/attention/forward_kernel.h",
-        "    hopper::fence_barrier_init();\n",
-        "",
-        (CUDA_HOST,),
-    ),
-    Fault(
-        "CUDA: values are multiplied before the registers of probabilities are written",
-        "cuda/attention/forward_kernel.h",
-        "    hopper::pin(probs);\n    hopper::begin_products();",
-        "    hopper::pin(probs);",
-        (CUDA_HOST,),
-    ),
-    Fault(
-        "CUDA: an unchanged maximum rescales a row",
-        "cuda/attention/forward_kernel.h",
-        "hopper::product(row_max[r], map.exponent_scale) - base)",
-        "hopper::fused(row_max[r], map.exponent_scale, -base))",
-        (CUDA_HOST,),
-    ),
-    Fault(
-        "CUDA: keys are given back before the scores are there",
-        "cuda/attention/forward_kernel.h",
-        "      hopper::wait_groups<1>();",
-        "      hopper::wait_groups<2>();",
-        (CUDA_HOST,),
-    ),
-    Fault(
-        "CUDA: dS is not fenced",
-        "cuda/attention/backward_kernel.h",
-        "piece ^ (key % 8)) * 8 + first_row], hopper::pack<Element>(hopper::product(scores[i], dprobs[i]), "
-        "hopper::product(scores[i + 1], dprobs[i + 1]))); } hopper::fence_shared();",
-        "piece ^ (key % 8)) * 8 + first_row], hopper::pack<Element>(hopper::product(scores[i], dprobs[i]), "
-        "hopper::product(scores[i + 1], dprobs[i + 1]))); }",
-        (CUDA_HOST,),
-    ),
-    Fault(
-        "CUDA: dq is multiplied before the other warpgroup has written dS",
-        "cuda/attention/backward_kernel.h",
-        "    hopper::sync_named(kScoresWritten, kConsumers);\n    if (Config::kParts == 2",
-        "    hopper::sync_named(4 + this->warpgroup(), kWarpgroup);\n    if (Config::kParts == 2",
-        (CUDA_HOST,),
-    ),
-    Fault(
-        "CUDA: dq is added without waiting for a turn",
-        "cuda/attention/backward_parts.h",
-        "hopper::load_acquire(part.turn) != part.blocks_before",
-        "hopper::load_acquire(part.turn) < 0",
-        (CUDA_HOST,),
-    ),
-    Fault(
-        "CUDA: a turn is passed before dq is added",
-        "cuda/attention/backward_parts.h",
-        "        hopper::wait_added();\n        hopper::fence_gpu();",
-        "        hopper::wait_read();\n        hopper::fence_gpu();",
-        (CUDA_HOST,),
-    ),
-    Fault(
-        "CUDA: a part of dq is overwritten before the copy engine has read it",
-        "cuda/attention/backward_parts.h",
-        "        hopper::wait_read();\n",
-        "",
-        (CUDA_HOST,),
-    ),
-    Fault(
-        "CUDA: a lane that adds dq may come late",
-        "cuda/attention/backward_parts.h",
-        "    hopper::sync_warp();  // as in await_empty()\n",
-        "",
-        (CUDA_HOST,),
-    ),
-    Fault(
-        "CUDA: parts of dq are not fenced",
-        "cuda/attention/backward_kernel.h",
-        "    hopper::fence_shared();\n    release(s.dq.stages.full[buffer]);",
-        "    release(s.dq.stages.full[buffer]);",
-        (CUDA_HOST,),
-    ),
-    Fault(
-        "CUDA: the producer keeps the first entries of a block table",
-        "cuda/attention/cta_parts.h",
-        "if (index < loaded || index >= loaded + kWarp) {",
-        "if (index < loaded || loaded < 0) {",
-        (CUDA_HOST,),
-    ),
-    Fault(
-        "CUDA: a window is one key too wide",
-        "cuda/attention/tables.h",
-        "maximum(0, row - mask.window + 1)",
-        "maximum(0, row - mask.window)",
-        (CUDA_HOST,),
-    ),
-    Fault(
-        "CUDA: one tile too few for a block of keys",
-        "cuda/attention/tables.h",
-        "ceil_div(rows.end - task.q_begin, p.tile_tokens)}",
-        "ceil_div(rows.end - task.q_begin - 1, p.tile_tokens)}",
-        (CUDA_HOST,),
-    ),
-    Fault(
-        "CUDA: all groups of a problem have its first scores",
-        "cuda/attention/work_list.cpp",
-        "entry.scores = static_cast<int>(group.scores);",
-        "entry.scores = 0;",
-        (CUDA_HOST,),
-    ),
-    Fault(
-        "CUDA: tiles of all groups have the first softcap",
-        "cuda/attention/backward_parts.h",
-        "facts.scores = known.group.scores;",
-        "facts.scores = 0;",
-        (CUDA_HOST,),
-    ),
-    Fault(
-        "CUDA: dq of all groups has the first scale",
-        "cuda/attention/backward_kernel.h",
-        "const float scale = p.scores_of(p.groups[task.group]).scale;",
-        "const float scale = p.scores[0].scale;",
-        (CUDA_HOST,),
-    ),
-    Fault(
-        "CUDA: a recording does not look at masks, scales and softcaps",
-        "cuda/attention/cuda_attention.cpp",
-        "  std::memcpy(kind.end() - kScoreWords, p.scores, sizeof(p.scores));\n",
-        "",
-        ("tests/cuda/test_emulated_graphs.py",),
     ),
     # ---- inputs
     Fault(

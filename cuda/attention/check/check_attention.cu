@@ -414,12 +414,14 @@ int main(int num_arguments, char** arguments) {
       {"softcap", {6, 2, 96, 96, bf16}, causal, 900, 2.f, true},
       {"latent", {4, 4, 192, 128, bf16}, causal, 900, 0.f, true},
       {"wide", {8, 4, 256, 256, fp16}, causal, 700, 0.f, true},
+      {"widest", {8, 2, 512, 512, bf16}, causal, 700, 0.f, true},
       {"many blocks", {2, 1, 64, 64, bf16}, causal, 2500, 0.f, true},
       {"one row", {4, 2, 128, 128, bf16}, causal, 1, 0.f, true},
       {"long", {32, 8, 128, 128, bf16}, causal, 16384, 0.f, false},
       {"long", {32, 8, 64, 64, bf16}, causal, 16384, 0.f, false},
       {"long", {16, 16, 192, 128, bf16}, causal, 16384, 0.f, false},
       {"long", {16, 4, 256, 256, bf16}, causal, 16384, 0.f, false},
+      {"long", {8, 2, 512, 512, bf16}, causal, 16384, 0.f, false},
       {"long", {32, 8, 128, 128, bf16}, full, 16384, 0.f, false},
   };
   try {

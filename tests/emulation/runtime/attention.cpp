@@ -1,5 +1,5 @@
-// Attention on the emulated GPU: kernels of heads up to 64 columns, on the emulated machine (../machine.h); of others
-// there are none.
+// Attention on the emulated GPU: kernels of heads up to 64 columns and those up to 512, on the emulated machine
+// (../machine.h). Of others there are none.
 #include <cuda.h>
 
 #include <algorithm>
