@@ -162,6 +162,27 @@ def test_rows_that_a_model_leaves_out_before_its_last_layers_are_refused_under_a
         torch.testing.assert_close(ours, _shared_keys("sdpa")(IDS, use_cache=False).logits[:, last])
 
 
+def test_reentrant_checkpointing_of_layers_that_take_keys_from_earlier_ones_is_refused() -> None:
+    heads = hf.heads_of(_shared_keys("distca").config, torch.float32)
+    grads = []
+    for reentrant in (None, False, True):
+        model = _shared_keys("distca").train()
+        if reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        with distca.init(max_tokens=12, heads=heads):
+            plans = distca.plans(LAYOUT, heads, windows=hf.windows_of(model.config))
+            for _ in range(2):  # the second call finds what the first one has wrapped
+                if reentrant:
+                    with pytest.raises(distca.InvalidArgumentError, match=r'layers take keys .*"use_reentrant": False'):
+                        model(IDS, use_cache=False, plan=plans)
+                else:
+                    model.zero_grad()
+                    model(IDS, use_cache=False, plan=plans).logits.square().sum().backward()
+        grads.append([p.grad for p in model.parameters()])
+    for name, a, b in zip(dict(model.named_parameters()), *grads[:2], strict=True):
+        assert (a is None) == (b is None) and (a is None or torch.allclose(a, b, rtol=1e-4, atol=1e-6)), name
+
+
 # ---- without a plan
 
 

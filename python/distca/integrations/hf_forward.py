@@ -151,6 +151,7 @@ def _check(model: PreTrainedModel, layout: Layout, rank: int, args: tuple[Any, .
     check_model(model, layout.num_ranks, layout)
     _check_axes(model, arguments)
     _check_positions(model, layout, rank, arguments, "position_ids" in (*names, *inner))
+    _check_checkpoints(model)
     check_loss(model, layout, arguments)
 
 
@@ -283,6 +284,25 @@ def check_loss(model: PreTrainedModel, layout: Layout, arguments: Mapping[str, A
         "output_router_logits adds a loss of the routers, which is not a sum over rows, and sees those of this rank "
         "alone: set output_router_logits=False in the model's config (in TRL: router_aux_loss_coef=0.0)",
     )
+
+
+def _check_checkpoints(model: PreTrainedModel) -> None:
+    """Refuses reentrant checkpointing where layers take keys from earlier ones: autograd would not see these."""
+    if not model.training or not getattr(model.config.get_text_config(), "num_kv_shared_layers", 0):
+        return
+    refuse(
+        any(m.gradient_checkpointing and _is_reentrant(m) for m in examine(model).checkpointed),
+        "layers take keys from earlier ones (num_kv_shared_layers), which get no gradient from them under reentrant "
+        'checkpointing, also without distca: gradient_checkpointing_kwargs={"use_reentrant": False}',
+    )
+
+
+def _is_reentrant(module: torch.nn.Module) -> bool:
+    """Whether the module's checkpointing is reentrant, as transformers keeps it."""
+    checkpoint = getattr(module, "_gradient_checkpointing_func", None)
+    if isinstance(checkpoint, _KeepsPlan):
+        checkpoint = checkpoint.checkpoint
+    return isinstance(checkpoint, functools.partial) and bool(checkpoint.keywords.get("use_reentrant"))
 
 
 class _KeepsPlan:

@@ -164,7 +164,8 @@ def random_inputs(case: Case, seed: int) -> Inputs:
 
 
 def all_shapes(dtype: torch.dtype) -> list[Case]:
-    """Dimensions of heads and ways to share keys that models have; one long document."""
+    """Dimensions of heads and ways to share keys that models have; one long document; more of the largest heads."""
+    largest = Heads(4, 1, 512, dtype=dtype)
     shapes = [
         Heads(6, 1, 128),
         Heads(2, 2, 192, 128),
@@ -172,8 +173,11 @@ def all_shapes(dtype: torch.dtype) -> list[Case]:
         Heads(3, 3, 80),
         Heads(2, 1, 96),
     ]
-    cases = [Case("documents", replace(heads, dtype=dtype)) for heads in shapes]
-    return [*cases, Case("one long document", Heads(2, 1, 128, dtype=dtype), (2500,))]
+    return [
+        *(Case("documents", replace(heads, dtype=dtype)) for heads in shapes),
+        Case("one long document", Heads(2, 1, 128, dtype=dtype), (2500,)),
+        *(case for case in all_features(largest) if case.name in ("documents", "passages", "all together")),
+    ]
 
 
 def all_features(heads: Heads) -> list[Case]:
