@@ -13,7 +13,7 @@
 // Up to 128 columns, each warpgroup has 64 of 128 keys, and one of two parts of dq. If dq has one part, it is a
 // warpgroup's every other time. Beyond 128 columns, both compute P of the same 64 keys. Then one goes on with dP, dS
 // and dk, the other with dv and dq. Beyond 256 columns, the kernel runs twice, each time for half of the columns of dq,
-// dk and dv. A tile has 32 rows there; the product for dq, which wants 64, has zeros in place of the others.
+// dk and dv. A tile has 32 rows there; the product for dq, which wants 64, computes 32 more that nobody takes.
 //
 // While a warpgroup computes exponentials, its products for dP run, and while it hands over a part of dq, the next
 // product.
@@ -526,15 +526,12 @@ DISTCA_DEVICE void backward_cta(const KernelParams& p, typename Config::Shared& 
     if constexpr (Config::kHandsOver) s.dq.stages.init(kWarpgroup / kWarp, 1);
     hopper::fence_barrier_init();
   }
-  // Rows of tiles of queries that no box reaches stay zero, and columns of dS that no tile has.
+  // Rows of tiles of queries that no box reaches stay zero.
   static_assert(sizeof(s.q) % 16 == 0 && sizeof(s.dout) % 16 == 0);
   for (int i = thread; i < static_cast<int>(sizeof(s.q) / 16); i += kThreads)
     hopper::store_shared(&s.q[0][0][0][0] + i * 8, hopper::Words4{});
   for (int i = thread; i < static_cast<int>(sizeof(s.dout) / 16); i += kThreads)
     hopper::store_shared(&s.dout[0][0][0][0] + i * 8, hopper::Words4{});
-  if constexpr (Config::kRows < kBoxColumns)
-    for (int i = thread; i < static_cast<int>(sizeof(s.dscores) / 16); i += kThreads)
-      hopper::store_shared(&s.dscores[0][0][0][0] + i * 8, hopper::Words4{});
   hopper::fence_shared();
   hopper::sync_cta();
   if (thread < kWarpgroup) {

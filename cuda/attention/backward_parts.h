@@ -88,7 +88,7 @@ struct BackwardConfig {
     SharedTile<kValueDim / kBoxColumns, kKeys> v;
     SharedTile<kDim / kBoxColumns, kRows> q[kStages];
     SharedTile<kValueDim / kBoxColumns, kRows> dout[kStages];
-    /// dS of a tile, with one row for each key. Columns past the tile's rows are zero.
+    /// dS of a tile, with one row for each key. Columns past the tile's rows are anything.
     SharedTile<1, kKeys> dscores[kStages];
     std::conditional_t<kHandsOver, Parts, NoDqParts> dq;
     TileFacts<kRows> facts[kStages];

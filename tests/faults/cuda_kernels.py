@@ -192,13 +192,6 @@ FAULTS = [
         (KERNELS,),
     ),
     Fault(
-        "CUDA: columns of dS that a tile does not have are not zero",
-        "cuda/attention/backward_kernel.h",
-        "  if constexpr (Config::kRows < kBoxColumns)\n",
-        "  if constexpr (Config::kRows < 0)\n",
-        (KERNELS,),
-    ),
-    Fault(
         "CUDA: the adding warps expect the parts of all passes",
         "cuda/attention/backward_parts.h",
         "p.items[index].num_tiles * Config::kPartsOfPass",
