@@ -1,6 +1,7 @@
 #include "problems.h"
 
 #include <algorithm>
+#include <functional>
 #include <limits>
 #include <utility>
 
@@ -170,7 +171,7 @@ void cut_tasks(PlacedCase& of, std::mt19937& random) {
     if (pick(random, 0, 3) > 0 || (end == c.length && of.tasks.empty())) of.tasks.push_back({row, end});
     row = end;
   }
-  of.keys.assign(static_cast<size_t>(c.keys), false);
+  of.keys.assign(static_cast<size_t>(c.keys), true);
   of.covered.assign(static_cast<size_t>(c.length), false);
   for (const auto& t : of.tasks) std::fill(of.covered.begin() + t.begin, of.covered.begin() + t.end, true);
 }
@@ -314,6 +315,7 @@ void place_groups(PlacedCase& of, int64_t first_head, int64_t kv_heads, bool rem
   std::ranges::sort(cuts);
   // Places of at most 200 rows, which groups have either whole or not at all.
   std::vector<GradPlace> places;
+  std::vector<bool> written(static_cast<size_t>(c.keys), false);
   for (int64_t row = cuts.front(); row < cuts.back();) {
     const int64_t end = std::min(*std::ranges::upper_bound(cuts, row), row + pick(random, 1, 200));
     const auto groups = std::ranges::count_if(keys, [&](const Range& k) { return k.begin <= row && row < k.end; });
@@ -321,10 +323,11 @@ void place_groups(PlacedCase& of, int64_t first_head, int64_t kv_heads, bool rem
     if (groups > 0) {
       places.push_back({{row, end, dtype, fresh(p, dtype, end - row, kv_heads, c.heads.dim, random),
                          fresh(p, dtype, end - row, kv_heads, c.heads.v_dim, random)}});
-      std::fill(of.keys.begin() + row, of.keys.begin() + end, true);
+      std::fill(written.begin() + row, written.begin() + end, true);
     }
     row = end;
   }
+  std::transform(of.keys.begin(), of.keys.end(), written.begin(), of.keys.begin(), std::logical_and<>());
   const auto late = static_cast<size_t>(pick(random, 0, std::ssize(parts) - 1));
   for (const auto& tasks : parts) {
     const bool is_late = remote && &tasks == &parts[late];

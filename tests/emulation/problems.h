@@ -63,7 +63,7 @@ struct PlacedCase {
   const Case* c = nullptr;
   std::vector<Range> tasks;
   std::vector<bool> covered;  // query rows that a task has
-  std::vector<bool> keys;     // that some group has
+  std::vector<bool> keys;     // that some group of every head has
   size_t group_begin = 0, group_end = 0;
 };
 

@@ -415,6 +415,8 @@ int main(int num_arguments, char** arguments) {
       {"latent", {4, 4, 192, 128, bf16}, causal, 900, 0.f, true},
       {"wide", {8, 4, 256, 256, fp16}, causal, 700, 0.f, true},
       {"widest", {8, 2, 512, 512, bf16}, causal, 700, 0.f, true},
+      {"uneven", {6, 2, 264, 512, fp16}, causal, 700, 2.f, true},
+      {"narrow values", {3, 1, 512, 8, bf16}, full, 333, 0.f, true},
       {"many blocks", {2, 1, 64, 64, bf16}, causal, 2500, 0.f, true},
       {"one row", {4, 2, 128, 128, bf16}, causal, 1, 0.f, true},
       {"long", {32, 8, 128, 128, bf16}, causal, 16384, 0.f, false},
