@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend
 
 import distca
 from distca import testing
@@ -170,6 +171,11 @@ def test_the_gpu_benchmarks_peers_compute_the_same_attention() -> None:
     lengths, inputs = (40, 24), gpu._inputs((40, 24), 16, "cpu")
     ours = gpu._ours(inputs, lengths)()
     torch.testing.assert_close(gpu.PEERS["SDPA flash"](inputs, lengths)(), ours, rtol=0.02, atol=0.02)
+    with pytest.raises(ValueError, match="flash attention takes these heads"):
+        gpu.PEERS["SDPA efficient"](inputs, lengths)
+    wide = gpu._inputs(lengths, 264, "cpu")
+    found = gpu._sdpa_of_wide_heads(SDPBackend.MATH, wide, lengths)()
+    torch.testing.assert_close(found, gpu._ours(wide, lengths)(), rtol=0.02, atol=0.02)
 
 
 def test_the_gpu_benchmark_of_transports_measures_those_that_are_there_and_names_those_that_are_not(

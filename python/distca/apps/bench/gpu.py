@@ -93,6 +93,9 @@ def _cases(short: bool) -> Iterator[Case]:
         for length in (2048, 8192, 32768) if not short else (4096, 16384):
             yield Case(f"D {dim}, {length}", (length,), dim)
         yield Case(f"D {dim}, 10 of 256-6000", mixed, dim)
+    if kernel("cuda") == "own":  # flash attention takes up to 256
+        for length in (8192,) if short else (2048, 8192):
+            yield Case(f"D 512, {length}", (length,), 512)
 
 
 class Inputs(NamedTuple):
@@ -123,10 +126,7 @@ def _ends(lengths: Sequence[int]) -> list[int]:
 
 
 def kernel(device: str) -> str:
-    """Chooses what computes: distca's own kernels if the device has some, and otherwise flash attention.
-
-    The own kernels are not the default on a GPU.
-    """
+    """Chooses what computes: distca's own kernels if the device has some, and otherwise flash attention."""
     own = device == "cpu" or (torch.cuda.get_device_capability() == (9, 0) and _C.cuda_status()[0])
     return "own" if own else "flash"
 
@@ -149,11 +149,21 @@ def _sdpa(backend: SDPBackend, x: Inputs, lengths: Sequence[int]) -> Callable[[]
         with sdpa_kernel(backend):
             for document in zip(*(t.split(list(lengths)) for t in (x.q, x.k, x.v)), strict=True):
                 q, k, v = (t.transpose(0, 1)[None] for t in document)
-                out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+                out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
                 parts.append(out[0].transpose(0, 1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     return forward
+
+
+def _sdpa_of_wide_heads(backend: SDPBackend, x: Inputs, lengths: Sequence[int]) -> Callable[[], torch.Tensor]:
+    """What PyTorch has for heads that flash attention does not take. Each query head gets keys of its own, before the
+    forward is timed.
+    """
+    if x.q.shape[2] <= 256:
+        raise ValueError("flash attention takes these heads")
+    k, v = (t.repeat_interleave(Q_HEADS // KV_HEADS, 1) for t in (x.k, x.v))
+    return _sdpa(backend, x._replace(k=k, v=v), lengths)
 
 
 def _varlen(x: Inputs, lengths: Sequence[int]) -> Callable[[], torch.Tensor]:
@@ -181,6 +191,7 @@ def _flash_attn_4(x: Inputs, lengths: Sequence[int]) -> Callable[[], torch.Tenso
 PEERS: dict[str, Callable[[Inputs, Sequence[int]], Callable[[], torch.Tensor]]] = {
     "SDPA flash": partial(_sdpa, SDPBackend.FLASH_ATTENTION),
     "SDPA cuDNN": partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
+    "SDPA efficient": partial(_sdpa_of_wide_heads, SDPBackend.EFFICIENT_ATTENTION),
     "varlen_attn": _varlen,
     "flash-attn-4": _flash_attn_4,
 }
