@@ -1,4 +1,4 @@
-// Backward of core attention: shared memory and the producer. The consumers are in backward_kernel.h.
+// Backward of core attention: shared memory and the producer. The consumers come after it (backward_consumer.h).
 #pragma once
 
 #include <type_traits>

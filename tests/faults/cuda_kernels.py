@@ -71,7 +71,7 @@ FAULTS = [
     ),
     Fault(
         "CUDA: dS is not fenced",
-        "cuda/attention/backward_kernel.h",
+        "cuda/attention/backward_consumer.h",
         "piece ^ (key % 8)) * 8 + first_row], hopper::pack<Element>(hopper::product(scores[i], dprobs[i]), "
         "hopper::product(scores[i + 1], dprobs[i + 1]))); } hopper::fence_shared();",
         "piece ^ (key % 8)) * 8 + first_row], hopper::pack<Element>(hopper::product(scores[i], dprobs[i]), "
@@ -115,7 +115,7 @@ FAULTS = [
     ),
     Fault(
         "CUDA: parts of dq are not fenced",
-        "cuda/attention/backward_kernel.h",
+        "cuda/attention/backward_consumer.h",
         "    hopper::fence_shared();\n    release(s.dq.stages.full[buffer]);",
         "    release(s.dq.stages.full[buffer]);",
         (KERNELS,),
@@ -179,14 +179,14 @@ FAULTS = [
     ),
     Fault(
         "CUDA: the second pass computes the first columns of dk and dv",
-        "cuda/attention/backward_kernel.h",
+        "cuda/attention/backward_consumer.h",
         "const int begin = pass() * 2 * kSums,",
         "const int begin = 0,",
         (KERNELS,),
     ),
     Fault(
         "CUDA: the second pass adds to the first columns of dq",
-        "cuda/attention/backward_kernel.h",
+        "cuda/attention/backward_consumer.h",
         "return pass() * Config::kPartsOfPass + part;",
         "return part;",
         (KERNELS,),
