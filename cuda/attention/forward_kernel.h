@@ -35,9 +35,9 @@ struct ForwardConfig {
   static constexpr int kDim = kDim_;  // like kValueDim rounded up to whole chunks; columns beyond the head are zero
   static constexpr int kValueDim = kValueDim_;
   /// Whether both warpgroups have the same rows, and each has half of the columns of out.
-  static constexpr bool kShared = kValueDim > 256;
-  static constexpr int kOutColumns = kShared ? kValueDim / 2 : kValueDim;
-  static constexpr int kRows = kShared ? 64 : 128;
+  static constexpr bool kSameRows = kValueDim > 256;
+  static constexpr int kOutColumns = kSameRows ? kValueDim / 2 : kValueDim;
+  static constexpr int kRows = kSameRows ? 64 : 128;
   /// This is part of the numerics: blocks start at multiples of it.
   static constexpr int kKeys = kDim > 192 ? 64 : 128;
   /// Stages of keys and of values: up to four of each, as many as there is room for.
@@ -191,12 +191,12 @@ struct ForwardConsumer {
   // Registers are scarce. What follows from the thread's number is therefore computed when it is needed.
   static DISTCA_DEVICE int warpgroup() { return hopper::thread_of_cta() / kWarpgroup - 1; }
   /// The first row of the warpgroup, in the tile, and the first of its columns of out.
-  static DISTCA_DEVICE int first_row() { return Config::kShared ? 0 : 64 * warpgroup(); }
-  static DISTCA_DEVICE int first_column() { return Config::kShared ? kOutColumns * warpgroup() : 0; }
+  static DISTCA_DEVICE int first_row() { return Config::kSameRows ? 0 : 64 * warpgroup(); }
+  static DISTCA_DEVICE int first_column() { return Config::kSameRows ? kOutColumns * warpgroup() : 0; }
   /// The first of this thread's two rows, in the tile.
   static DISTCA_DEVICE int first_row_of_thread() {
     const int number = hopper::thread_of_cta();
-    const int thread = Config::kShared ? number % kWarpgroup : number - kWarpgroup;
+    const int thread = Config::kSameRows ? number % kWarpgroup : number - kWarpgroup;
     return thread / kWarp * 16 + thread % kWarp / 4;
   }
 

@@ -173,7 +173,7 @@ FAULTS = [
     Fault(
         "CUDA: both warpgroups have the first columns of out",
         "cuda/attention/forward_kernel.h",
-        "return Config::kShared ? kOutColumns * warpgroup() : 0;",
+        "return Config::kSameRows ? kOutColumns * warpgroup() : 0;",
         "return 0;",
         (KERNELS,),
     ),
