@@ -46,15 +46,16 @@ struct BackwardConsumer {
   /// The first column of this thread's pairs: they are query rows 8 j + this and the next one.
   static DISTCA_DEVICE int first_row_of_thread() { return lane_of_warp() % 4 * 2; }
 
-  /// Calls step(facts) for each tile that sees the item's keys and releases it, and the keys at the end.
-  template <class Step>
+  /// Calls step(facts) for each tile that sees the item's keys and releases it, unless the step does; and the keys at
+  /// the end.
+  template <bool kReleases = true, class Step>
   DISTCA_DEVICE void for_each_tile(int num_tiles, const Step& step) {
     s.key_stages.full[0].wait(items.uses % 2);
 #pragma unroll 1
     for (const int end = tiles.uses + num_tiles; tiles.uses < end;) {
       s.tile_stages.full[tiles.stage()].wait(tiles.parity());
       step(s.facts[tiles.stage()]);
-      release(s.tile_stages.empty[tiles.stage()]);
+      if constexpr (kReleases) release(s.tile_stages.empty[tiles.stage()]);
       tiles.advance();
     }
     release(s.key_stages.empty[0]);
@@ -169,6 +170,7 @@ struct BackwardConsumer {
     }
   }
   DISTCA_DEVICE void store_gradients() {
+    if constexpr (Config::kReleasesEarly) hopper::sync_named(kScoresRead, kConsumers);
     const int first_row = first_row_of_thread(), first_key = first_key_of_thread();
 #pragma unroll
     for (int i = 0; i < kScores; i += 2) {
@@ -214,8 +216,9 @@ struct BackwardConsumer {
 
   DISTCA_DEVICE int part_of_tile(int part) const { return pass() * Config::kPartsOfPass + part; }
 
-  /// Hands a part of the tile's dq to the warp that adds it.
-  DISTCA_DEVICE void hand_over_queries(const TileFacts<kRows>& facts, int part, const float (&dq)[32]) {
+  /// Hands a part of the tile's dq to the warp that adds it. Of the facts it takes those of dq.
+  template <class Facts>
+  DISTCA_DEVICE void hand_over_queries(const Facts& facts, int part, const float (&dq)[32]) {
     const uint32_t number = static_cast<uint32_t>(tiles.uses) * Config::kPartsOfPass + static_cast<uint32_t>(part);
     const uint32_t buffer = number % 2;
     auto& handed = s.dq.parts[buffer];

@@ -30,13 +30,14 @@
 //   items.full/empty      as in forward, and also read by the warps that add dq; an item's uses are also those of
 //                         key_stages
 //   key_stages            k and v of an item: two arrivals (bytes, or cleared rows) / 8 consumer warps
-//   tile_stages           q, dout, lse, delta, visible of a tile: 32 lanes and bytes / 8 warps after wait_groups<0>
+//   tile_stages           q, dout, lse, delta, visible of a tile: 32 lanes and bytes / 8 warps after wait_groups<0>,
+//                         or, with one stage, those of dq once dv is computed
 //   loaded                bytes of a block that is cleared before it is full
 //   named kScoresWritten  dscores[stage] of step i is written (after fence_shared), and both warpgroups may read it.
 //                         When both pass it at step i + 1, both have read that of step i, because wait_groups<0> of
-//                         step i comes before. Therefore it may be written at step i + 2. With one stage of tiles
-//                         there is one dscores: it is written at step i + 1, whose tile comes after all have released
-//                         that of step i
+//                         step i comes before. Therefore it may be written at step i + 2
+//   named kScoresRead     with one stage of tiles, and one dscores: the warpgroup of dq has multiplied all of it. It
+//                         gives one turn more at the start, which the other one takes at the end
 //   dq.stages[i]          every other part of dq: 4 consumer warps, each after fence_shared / the lane that adds it,
 //                         once the copy engine has read it
 //   named kQueryTurn      within the warpgroup that adds dq itself: its turn has come; all its adds are done
@@ -119,6 +120,7 @@ struct WideKeyConsumer : BackwardConsumer<Config> {
       this->store_keys(item, dk, p.scores_of(p.groups[item.group]).scale, p.dim, &RunEntry::dk);
       this->pass_store(index, item);
     }
+    if constexpr (Config::kReleasesEarly) hopper::sync_named(kScoresRead, kConsumers);  // takes the last one back
   }
 
   DISTCA_DEVICE void step(const TileFacts<Config::kRows>& facts) {
@@ -145,9 +147,11 @@ struct WideValueConsumer : BackwardConsumer<Config> {
   float dv[Config::kValueColumns / 2];
 
   DISTCA_DEVICE void run() {
+    if constexpr (Config::kReleasesEarly) hopper::arrive_named(kScoresRead, kConsumers);
     for (int index; (index = begin_item(s.items, this->items)) < p.num_items(); end_item(s.items, this->items)) {
       clear(dv);
-      this->for_each_tile(p.items[index].num_tiles, [&](const TileFacts<Config::kRows>& facts) { step(facts); });
+      this->template for_each_tile<!Config::kReleasesEarly>(
+          p.items[index].num_tiles, [&](const TileFacts<Config::kRows>& facts) { step(facts); });
       index = this_item(s.items, this->items);
       const WorkItem& item = p.items[index];
       this->await_store(item);
@@ -165,7 +169,9 @@ struct WideValueConsumer : BackwardConsumer<Config> {
     this->pack_probabilities();
     this->multiply_probabilities(dv);
     hopper::sync_named(kScoresWritten, kConsumers);
-    if constexpr (Config::kHandsOver)
+    if constexpr (Config::kReleasesEarly)
+      release_and_hand_over(facts);
+    else if constexpr (Config::kHandsOver)
       hand_over(facts);
     else
       add(facts);
@@ -173,21 +179,38 @@ struct WideValueConsumer : BackwardConsumer<Config> {
     hopper::pin(probs);
   }
 
-  /// While one part is handed over, the next one is multiplied, if there are registers for both.
+  /// While one part is handed over, the next one is multiplied.
   DISTCA_DEVICE void hand_over(const TileFacts<Config::kRows>& facts) {
-    constexpr int kSets = Config::kPasses == 1 ? 2 : 1;
-    float dq[kSets][32];
+    float dq[2][32];
+    this->multiply_queries(0, dq[0]);
 #pragma unroll
-    for (int part = 0; part < Config::kPartsOfPass; ++part) {
-      if (part == 0 || kSets == 1) this->multiply_queries(part, dq[part % kSets]);
-      if (kSets == 2 && part + 1 < Config::kPartsOfPass) {
-        this->multiply_queries(part + 1, dq[(part + 1) % kSets]);
+    for (int part = 0; part < Config::kParts; ++part) {
+      if (part + 1 < Config::kParts) {
+        this->multiply_queries(part + 1, dq[(part + 1) % 2]);
         hopper::wait_groups<1>();
       } else {
         hopper::wait_groups<0>();
       }
-      hopper::pin(dq[part % kSets]);
-      this->hand_over_queries(facts, part, dq[part % kSets]);
+      hopper::pin(dq[part % 2]);
+      this->hand_over_queries(facts, part, dq[part % 2]);
+    }
+  }
+
+  /// The tile is released once dv is computed. There are no registers for two parts.
+  DISTCA_DEVICE void release_and_hand_over(const TileFacts<Config::kRows>& facts) {
+    const DqFacts of_dq{facts.dq_sums, facts.turns, facts.blocks_before};
+#pragma unroll
+    for (int part = 0; part < Config::kPartsOfPass; ++part) {
+      float dq[32];
+      this->multiply_queries(part, dq);
+      if (part == 0) {
+        hopper::wait_groups<1>();
+        release(s.tile_stages.empty[tiles.stage()]);
+      }
+      hopper::wait_groups<0>();
+      hopper::pin(dq);
+      if (part + 1 == Config::kPartsOfPass) hopper::arrive_named(kScoresRead, kConsumers);
+      this->hand_over_queries(of_dq, part, dq);
     }
   }
 

@@ -22,6 +22,13 @@ struct TileFacts {
   int scores;  // the group's
 };
 
+/// The facts of a tile that are about its dq, for a warpgroup that has released the tile.
+struct DqFacts {
+  float* dq_sums;
+  int* turns;
+  int blocks_before;
+};
+
 /// What the producer knows of an item and of one of its tasks. It has read that once, because memory takes long to
 /// answer; registers are scarce.
 struct KnownItem {
@@ -80,6 +87,8 @@ struct BackwardConfig {
   /// Whether warps of their own add the parts of dq. Otherwise there is no room for the parts on their way.
   static constexpr bool kHandsOver = kOperandBytes + sizeof(Parts) <= 222 * 1024;
   static_assert(kHandsOver || kPasses == 1, "passes would share a tile's turn");
+  /// Whether the warpgroup of dv and dq releases a tile before it multiplies dq, so that the only stage is filled then.
+  static constexpr bool kReleasesEarly = kWide && kStages == 1;
   /// Parts of a tile that have turns of their own.
   static constexpr int kTurnsPerTile = kHandsOver ? kParts : 1;
 

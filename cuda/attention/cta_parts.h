@@ -34,7 +34,8 @@ enum NamedBarrier : int {
   kScoresWritten = 2,
   kQueryTurn = 3,
   kFirstStore = 4,
-  kSecondStore = 5
+  kSecondStore = 5,
+  kScoresRead = 6
 };
 
 /// A tile of 16-bit elements in the form that hopper.h wants.

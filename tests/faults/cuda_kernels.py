@@ -192,6 +192,27 @@ FAULTS = [
         (KERNELS,),
     ),
     Fault(
+        "CUDA: dS is written over what dq has yet to be multiplied with",
+        "cuda/attention/backward_consumer.h",
+        "if constexpr (Config::kReleasesEarly) hopper::sync_named(kScoresRead, kConsumers);",
+        "if constexpr (Config::kReleasesEarly) hopper::arrive_named(kScoresRead, kConsumers);",
+        (KERNELS,),
+    ),
+    Fault(
+        "CUDA: dS is given back before all of dq is multiplied",
+        "cuda/attention/backward_kernel.h",
+        "if (part + 1 == Config::kPartsOfPass) hopper::arrive_named",
+        "if (part == 0) hopper::arrive_named",
+        (KERNELS,),
+    ),
+    Fault(
+        "CUDA: the facts of a tile are read after it is released",
+        "cuda/attention/backward_kernel.h",
+        "this->hand_over_queries(of_dq, part, dq);",
+        "this->hand_over_queries(facts, part, dq);",
+        (KERNELS,),
+    ),
+    Fault(
         "CUDA: the adding warps expect the parts of all passes",
         "cuda/attention/backward_parts.h",
         "p.items[index].num_tiles * Config::kPartsOfPass",
