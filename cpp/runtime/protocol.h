@@ -287,6 +287,9 @@ class Protocol {
   /// Throws PlanMismatchError if this call of `peer` is another one, or about another plan, other scores or another
   /// layer, and PeerLeftError if the peer refused it.
   void compare_with(int64_t peer);
+  /// Throws PeerLeftError if a peer that is gone refused one of this rank's earlier calls. This rank may have made that
+  /// one without a wait for the peer, before a neighbour of the peer came to it.
+  void compare_earlier_calls(int64_t peer);
   void compare_layer(int64_t peer, uint64_t layer);
   void compare_with_early_senders(int64_t slot);
   [[noreturn]] void time_out();

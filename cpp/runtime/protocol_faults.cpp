@@ -62,6 +62,7 @@ void Protocol::watch() {
     // Before it left, the peer may have sent what this rank waits for, or refused this call.
     if (transport_->load(waiting_.word) >= waiting_.value) return;
     compare_with(waiting_.peer);
+    compare_earlier_calls(waiting_.peer);
     fault_ = {FaultCode::kLeft, {static_cast<uint64_t>(gone->peer)}};
     throw PeerLeftError(message(where(), ": ", name_of(gone->peer), " closed its context while this rank waits for ",
                                 waiting_.what, " of it"));
@@ -83,7 +84,10 @@ std::optional<transport::Departure> Protocol::departed(int64_t peer) {
 void Protocol::check_present(int64_t peer, const char* what) {
   const auto gone = departed(peer);
   if (!gone) return;
-  if (!is_silent_) compare_with(peer);  // it may have refused this call before it left; recorded steps are no calls
+  if (!is_silent_) {  // it may have refused this call, or one before it, and then left; recorded steps are no calls
+    compare_with(peer);
+    compare_earlier_calls(peer);
+  }
   fault_ = {gone->orderly ? FaultCode::kLeft : FaultCode::kDied, {static_cast<uint64_t>(peer)}};
   const std::string owes = message(" and owes this rank ", what);
   if (gone->orderly) throw PeerLeftError(message(where(), ": ", name_of(peer), " closed its context", owes));
@@ -166,6 +170,20 @@ void Protocol::compare_with(int64_t peer) {
     fault_ = {FaultCode::kMismatch, {static_cast<uint64_t>(peer), 0, at_.now.plan_digest}};
     throw PlanMismatchError(message(where(), ": ", step_of(peer), " and never gave ", waiting_.what,
                                     "; the ranks do not have the same plan (here ", hex(at_.now.plan_digest), ")"));
+  }
+}
+
+void Protocol::compare_earlier_calls(int64_t peer) {
+  const auto refused = [this](int64_t p, uint64_t call) {
+    const uint64_t word = transport_->peek(static_cast<int>(p), signals_.call(call));
+    return word >> kCallShift == call && part_of(word) == Part::kRefused;
+  };
+  for (uint64_t n = 1; n < Signals::kHistory && n < num_calls_; ++n) {
+    const uint64_t call = num_calls_ - n;
+    if (!refused(peer, call) || refused(rank(), call)) continue;
+    fault_ = {FaultCode::kRefused, {static_cast<uint64_t>(peer)}, text_of(peer)};
+    throw PeerLeftError(
+        message(where(), ": ", name_of(peer), " refused a call that this rank has made: ", fault_.text));
   }
 }
 

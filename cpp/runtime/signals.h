@@ -37,7 +37,7 @@ class Signals {
   int64_t options_word(uint64_t call) const { return digest(call) + 1; }
   int64_t layer(uint64_t call) const { return digest(call) + 2; }
   int64_t call(uint64_t call) const { return digest(call) + 3; }
-  static constexpr int64_t kWords = 4;
+  static constexpr int64_t kHistory = 64, kWords = 4;
   /// Published by the owner: the number of its latest step.
   int64_t latest_step() const { return published(kWords * kHistory); }
 
@@ -51,7 +51,7 @@ class Signals {
   static constexpr int64_t kFaultDetails = 5, kTextWords = 32;
 
  private:
-  static constexpr int64_t kHistory = 64, kKinds = 3 + plan::kMaxRoundsIn;
+  static constexpr int64_t kKinds = 3 + plan::kMaxRoundsIn;
   int64_t per_peer(int64_t kind, int64_t peer) const { return kind * num_ranks_ + peer; }
   int64_t published(int64_t index) const { return fault_code(num_ranks_) + index; }
 

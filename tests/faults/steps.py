@@ -204,8 +204,15 @@ FAULTS = [
     Fault(
         "a peer that refused a call and left is looked at once",
         PROTOCOL_FAULTS,
-        "    compare_with(waiting_.peer);\n    fault_ = {FaultCode::kLeft",
-        "    fault_ = {FaultCode::kLeft",
+        "    compare_with(waiting_.peer);\n    compare_earlier_calls(waiting_.peer);",
+        "    compare_earlier_calls(waiting_.peer);",
+        ("tests/runtime/test_told_faults.py",),
+    ),
+    Fault(
+        "what a peer refused before this rank's call is not looked for",
+        PROTOCOL_FAULTS,
+        "    compare_earlier_calls(waiting_.peer);\n",
+        "",
         ("tests/runtime/test_told_faults.py",),
     ),
     Fault(

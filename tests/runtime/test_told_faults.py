@@ -87,6 +87,29 @@ def test_a_call_that_a_peer_refused_before_it_left_is_what_is_reported(awkward: 
             step(0, contexts[0])
 
 
+@pytest.mark.parametrize("calls", [1, 3])
+def test_what_a_peer_refused_is_reported_where_this_rank_was_further_on_when_it_needed_that_peer(calls: int) -> None:
+    """The peer's neighbours, which would have noticed, come later. Queued steps compare with all ranks."""
+    layout = distca.Layout.from_documents([[20]] * 4)
+    # In the first plan rank 1 has nothing to do with others.
+    apart, spread = (
+        distca.plan(layout, HEADS, tasks=[(d, 0, 20, 0, 1, servers[d]) for d in range(4)])
+        for servers in ((0, 1, 0, 3), (0, 3, 2, 3))
+    )
+
+    def step(plan: distca.Plan) -> None:
+        q, k, v = torch.randn(3, 20, 2, 8, generator=torch.Generator().manual_seed(1))
+        distca.core_attention(q, k[:, :1], v[:, :1], plan.for_rank(1), context=contexts[1])
+
+    with loopback_group(apart, timeout=20.0) as contexts:
+        contexts[3]._core.refuse("enough")
+        contexts[3].close()
+        for _ in range(calls):
+            step(apart)
+        with pytest.raises(distca.PeerLeftError, match="rank 3 refused a call that this rank has made: enough"):
+            step(spread)
+
+
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_rank_without_memory_raises_what_python_calls_it_and_its_peer_is_told(
     awkward: ctypes.CDLL, backward: bool
