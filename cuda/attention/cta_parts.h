@@ -234,7 +234,6 @@ struct alignas(8) FloatPair {
   float x, y;
 };
 
-/// The mapped product of a query and a key, before exponent_scale.
 /// Takes a number into a maximum that all threads of the GPU share. Most threads only look.
 DISTCA_DEVICE void raise_maximum(float* p, float value) {
   const float now = hopper::load_relaxed(p);
@@ -246,6 +245,7 @@ DISTCA_DEVICE void raise_maximum(float* p, float value) {
     hopper::keep_smaller(reinterpret_cast<unsigned*>(p), w.word);
 }
 
+/// The mapped product of a query and a key, before exponent_scale.
 DISTCA_DEVICE float mapped_score(const ScoreMap& map, float x) {
   if (map.cap == 0.f) return hopper::product(map.sign, x);
   // tanh(y) = 1 - 2 / (exp(2 y) + 1)

@@ -3,7 +3,7 @@
 from faults.fault import Fault
 
 KERNELS = "tests/cuda/test_kernels_on_host.py"
-STEPS = "tests/cuda/test_emulated_gpu.py"
+STEPS = "tests/cuda/test_emulated_attention.py"
 
 FAULTS = [
     Fault(
