@@ -4,7 +4,7 @@
 #   DISTCA_CUDA                 AUTO (where nvcc is found), ON, OFF
 #   $ENV{TORCH_CUDA_ARCH_LIST}  the GPUs to compile for (architectures.cmake)
 #
-# Everything runs from compute capability 8.0 on, but attention: its kernels use instructions of sm_90a alone.
+# Everything runs from compute capability 8.0 on. Attention has other kernels for 9.0, which use instructions of sm_90a.
 set(DISTCA_CUDA AUTO CACHE STRING "build libdistca_cuda: AUTO (where nvcc is found), ON or OFF")
 set_property(CACHE DISTCA_CUDA PROPERTY STRINGS AUTO ON OFF)
 if(NOT DISTCA_CUDA MATCHES "^(AUTO|ON|OFF)$")
@@ -34,19 +34,19 @@ endif()
 function(add_cuda_library)
   file(GLOB host_sources CONFIGURE_DEPENDS cuda/*/*.cpp)
   file(GLOB kernel_sources CONFIGURE_DEPENDS cuda/*/*.cu)
-  set(attention_sources ${kernel_sources})
-  list(FILTER attention_sources INCLUDE REGEX "/cuda/attention/")
+  set(hopper_sources ${kernel_sources})
+  list(FILTER hopper_sources INCLUDE REGEX "/cuda/attention/hopper_")
   set(other_sources ${kernel_sources})
-  list(FILTER other_sources EXCLUDE REGEX "/cuda/attention/")
+  list(FILTER other_sources EXCLUDE REGEX "/cuda/attention/hopper_")
 
   add_library(distca_cuda SHARED ${host_sources} ${kernel_sources})
   set_target_properties(distca_cuda PROPERTIES CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON CUDA_VISIBILITY_PRESET hidden)
   # -DNDEBUG is part of CMAKE_CUDA_FLAGS_RELEASE: with CuTe's asserts ptxas serialises wgmma (C7510).
-  set_source_files_properties(${other_sources} PROPERTIES COMPILE_OPTIONS "${gpu_options}")
-  if(attention_sources)
+  set_source_files_properties(${other_sources} PROPERTIES COMPILE_OPTIONS "${gpu_options};--expt-relaxed-constexpr")
+  if(hopper_sources)
     find_package(Cutlass REQUIRED)
     target_link_libraries(distca_cuda PRIVATE cutlass)
-    set_source_files_properties(${attention_sources} PROPERTIES COMPILE_OPTIONS
+    set_source_files_properties(${hopper_sources} PROPERTIES COMPILE_OPTIONS
                                 "-gencode=arch=compute_90a,code=sm_90a;--expt-relaxed-constexpr")
   endif()
   # As for the host's sources: no path of this machine in __FILE__.

@@ -78,10 +78,14 @@ def gpu(emulated_library: Path) -> Iterator[emulated_gpu.EmulatedGpu]:
 
 
 @pytest.fixture
-def own_gpu(emulated_library: Path) -> Iterator[emulated_gpu.EmulatedGpu]:
-    """The emulated GPU, with attention computed by the library's own kernels in deterministic mode."""
+def own_gpu(emulated_library: Path, request: pytest.FixtureRequest) -> Iterator[emulated_gpu.EmulatedGpu]:
+    """The emulated GPU, with attention computed by the library's own kernels in deterministic mode. Its compute
+    capability is 9.0, or 8.0 if the parameter is 8.
+    """
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
-    with emulated_gpu.EmulatedGpu(emulated_library).in_use(own_attention=True) as one:
+    with emulated_gpu.EmulatedGpu(emulated_library).in_use(
+        own_attention=True, major=getattr(request, "param", 9)
+    ) as one:
         yield one
     torch.use_deterministic_algorithms(before)

@@ -73,14 +73,15 @@ void check_choice(const char* what, std::string_view attention) {
           "\"; \"auto\", \"own\" and \"flash\" are allowed");
 }
 
-/// Whether this library has kernels of its own for such heads on that device, "cuda:" and a number.
-bool has_own_kernels(std::string_view device, const HeadShape& heads) {
+/// Whether this library's own kernels compute such heads on that device, "cuda:" and a number, where nobody chooses.
+bool is_own_the_default(std::string_view device, const HeadShape& heads) {
   constexpr std::string_view kCuda = "cuda:";
   const CudaLibrary* const library = cuda_library();
   if (library == nullptr || !device.starts_with(kCuda)) return false;
   int index = -1;
   std::from_chars(device.data() + kCuda.size(), device.data() + device.size(), index);
-  return index >= 0 && index < library->devices().count && library->own_attention_problem(heads, index).empty();
+  return index >= 0 && index < library->devices().count && library->is_own_the_default(index) &&
+         library->own_attention_problem(heads, index).empty();
 }
 
 /// Checks device and attention. Returns whether the CPU's own kernel computes.
@@ -112,7 +113,7 @@ std::string chosen_attention(std::optional<std::string_view> argument, std::stri
     check_choice(kVariable, variable);
   if (device == "cpu") return argument == "flash" ? "flash" : "own";
   const std::string_view asked = argument.value_or(variable != nullptr ? variable : "auto");
-  return asked == "own" || (asked == "auto" && has_own_kernels(device, heads)) ? "own" : "flash";
+  return asked == "own" || (asked == "auto" && is_own_the_default(device, heads)) ? "own" : "flash";
 }
 
 DeviceFactory set_device_factory(DeviceFactory those) { return std::exchange(device_factory(), std::move(those)); }

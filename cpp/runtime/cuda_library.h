@@ -27,6 +27,8 @@ struct CudaLibrary {
   int (*capability)(int device);
   /// Says why the library's own kernels do not compute attention over such heads on that device. Empty if they do.
   std::string (*own_attention_problem)(const HeadShape& heads, int device);
+  /// Whether these kernels compute on that device where nobody chooses. On the others they have not run yet.
+  bool (*is_own_the_default)(int device);
   /// Makes the backend of a rank on that device, on top of the one that uses ATen's operators. ATen also computes
   /// attention unless `own_attention`. The backend queues its work on `streams`, which come from make_streams; they may
   /// be null.

@@ -125,11 +125,11 @@ void check_flash(const Tensor& q, const HeadShape& heads, float softcap) {
   require(heads.dtype != DType::kFloat32,
           "attention on CUDA: the tensors are float32; bfloat16 and float16 are supported, and float32 on the CPU");
   require(heads.dim == heads.v_dim, "attention on CUDA: q and k have head dim ", heads.dim, ", v has ", heads.v_dim,
-          "; equal ones are supported by ATen's flash attention (others on compute capability 9.0 and on the CPU)");
-  require(heads.dim <= 256, "attention on CUDA: head dim ", heads.dim, "; ATen's flash attention has up to 256 (up to ",
-          kMostHeadDim, " on compute capability 9.0 and on the CPU)");
+          "; equal ones are supported by ATen's flash attention, others by distca's own kernels");
+  require(heads.dim <= 256, "attention on CUDA: head dim ", heads.dim,
+          "; ATen's flash attention has up to 256, distca's own kernels have up to ", kMostHeadDim);
   require(softcap == 0.f, "attention on CUDA: softcap = ", softcap,
-          "; ATen's flash attention has none (compute capability 9.0 and the CPU do)");
+          "; ATen's flash attention has none, distca's own kernels do");
   if (!q.is_cuda()) return;
   const int capability = gpu_capability(q.get_device_index());
   require<DeviceError>(capability >= 80, "attention on CUDA: device ", q.get_device_index(), " has compute capability ",

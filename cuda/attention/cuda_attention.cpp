@@ -19,14 +19,18 @@ namespace {
 
 using distca::cuda::check;
 
-/// All kernels; those for smaller heads come first.
-std::array<std::span<const HeadKernels>, 5> all_kernels() {
-  return {hopper_kernels_64(), hopper_kernels_128(), hopper_kernels_192(), hopper_kernels_256(), hopper_kernels_512()};
+/// The kernels of a family; those for smaller heads come first.
+using AllKernels = std::array<std::span<const HeadKernels>, 5>;
+AllKernels kernels_of(KernelFamily family) {
+  if (family == KernelFamily::kHopper)
+    return {hopper_kernels_64(), hopper_kernels_128(), hopper_kernels_192(), hopper_kernels_256(),
+            hopper_kernels_512()};
+  return {ampere_kernels_64(), ampere_kernels_128(), ampere_kernels_192(), ampere_kernels_256(), ampere_kernels_512()};
 }
 
 /// The kernels for heads of this shape, or null if there are none.
-const HeadKernels* kernels_for(const HeadShape& heads) {
-  for (const auto& kernels : all_kernels())
+const HeadKernels* kernels_for(KernelFamily family, const HeadShape& heads) {
+  for (const auto& kernels : kernels_of(family))
     for (const HeadKernels& k : kernels)
       if (k.dtype == heads.dtype && heads.dim <= k.dim && heads.v_dim <= k.v_dim) return &k;
   return nullptr;
@@ -74,9 +78,8 @@ enum : size_t { kItems, kStoreItems, kTasks, kGroups, kRuns, kBefore, kBidirecti
 struct CudaAttention::State {
   int device = 0;
   int num_sms = 0;
-  int major = 0;
-  int minor = 0;
-  EncodeTiled encode_tiled = nullptr;
+  KernelFamily family;
+  EncodeTiled encode_tiled = nullptr;  // only for kernels that use the copy engine
   distca::cuda::TableRing ring;
 
   // What was prepared last.
@@ -86,14 +89,19 @@ struct CudaAttention::State {
   std::array<transport::TablePart, kNumParts> parts;
 
   const HeadKernels& begin(const HeadShape& heads) {
-    const std::string reason = unsupported_reason(heads, major, minor);
+    const std::string reason = unsupported_reason(heads, family);
     require(reason.empty(), reason);
-    return *kernels_for(heads);
+    return *kernels_for(family, heads);
   }
   void finish(DType dtype) {
     using transport::table_part;
     maps.resize(list.maps.size());
-    for (size_t i = 0; i < maps.size(); ++i) encode(encode_tiled, dtype, list.maps[i], maps[i]);
+    for (size_t i = 0; i < maps.size(); ++i) {
+      if (encode_tiled != nullptr)
+        encode(encode_tiled, dtype, list.maps[i], maps[i]);
+      else
+        std::memcpy(maps[i].opaque, &list.maps[i], sizeof(MapSpec));
+    }
     parts = {table_part("work items", list.items),
              table_part("tiles of queries", list.store_items),
              table_part("tasks", list.tasks),
@@ -106,34 +114,40 @@ struct CudaAttention::State {
   }
 };
 
-void load_kernels() {
-  for (const auto& kernels : all_kernels())
+void load_kernels(KernelFamily family) {
+  for (const auto& kernels : kernels_of(family))
     for (const HeadKernels& k : kernels) check(k.load(), "loading kernels");
 }
 
-std::string unsupported_reason(const HeadShape& heads, int major, int minor) {
-  if (major != 9 || minor != 0)
-    return message("the CUDA kernels are for compute capability 9.0, this device has ", major, ".", minor);
+KernelFamily family_of(int major, int minor) {
+  return major == 9 && minor == 0 ? KernelFamily::kHopper : KernelFamily::kAmpere;
+}
+
+std::string unsupported_reason(const HeadShape& heads, KernelFamily family) {
   if (heads.dtype == DType::kFloat32) return "the CUDA kernels take bfloat16 and float16, not float32";
-  if (!is_head_dim(heads.dim) || !is_head_dim(heads.v_dim) || kernels_for(heads) == nullptr)
+  const HeadKernels* const kernels = kernels_for(family, heads);
+  if (!is_head_dim(heads.dim) || !is_head_dim(heads.v_dim) || kernels == nullptr)
     return message("the CUDA kernels take head dimensions that are multiples of 8 up to ", kMostHeadDim, ", not ",
                    heads.dim, " and ", heads.v_dim);
   if (heads.kv_heads < 1 || heads.q_heads % heads.kv_heads != 0)
     return message(heads.q_heads, " query heads do not share ", heads.kv_heads, " key/value heads evenly");
-  if (heads.group_heads() > kernels_for(heads)->backward_shape.rows)
-    return message("the CUDA kernels let up to ", kernels_for(heads)->backward_shape.rows,
-                   " query heads share a key/value head, not ", heads.group_heads());
+  const int most = std::min(kernels->forward_shape.rows, kernels->backward_shape.rows);
+  if (heads.group_heads() > most)
+    return message("the CUDA kernels let up to ", most, " query heads of these dimensions share a key/value head on ",
+                   "this GPU, not ", heads.group_heads());
   return {};
 }
 
-CudaAttention::CudaAttention(int device) : state_(std::make_unique<State>()) {
+CudaAttention::CudaAttention(int device, std::optional<KernelFamily> family) : state_(std::make_unique<State>()) {
   state_->device = device;
+  int major = 0, minor = 0;
   const std::pair<cudaDeviceAttr, int*> attributes[] = {{cudaDevAttrMultiProcessorCount, &state_->num_sms},
-                                                        {cudaDevAttrComputeCapabilityMajor, &state_->major},
-                                                        {cudaDevAttrComputeCapabilityMinor, &state_->minor}};
+                                                        {cudaDevAttrComputeCapabilityMajor, &major},
+                                                        {cudaDevAttrComputeCapabilityMinor, &minor}};
   for (const auto& [attribute, value] : attributes)
     check(cudaDeviceGetAttribute(value, attribute, device), "asking about the CUDA device");
-  state_->encode_tiled = find_encode_tiled();
+  state_->family = family.value_or(family_of(major, minor));
+  if (state_->family == KernelFamily::kHopper) state_->encode_tiled = find_encode_tiled();
 }
 CudaAttention::~CudaAttention() = default;
 CudaAttention::CudaAttention(CudaAttention&&) noexcept = default;
@@ -222,18 +236,18 @@ void AttentionLaunch::operator()(const distca::cuda::DeviceTable& tables, void* 
   p.dq_sums = s.dq_sums;
   p.turns = is_deterministic_ ? s.turns : nullptr;
   p.stored = s.stored;
-  const int num_ctas = std::min(num_sms_, static_cast<int>(tables.capacity(kItems)));
+  const auto num_items = static_cast<int>(tables.capacity(kItems));
   if (!is_backward_) {
-    check(kernels_->forward(p, num_ctas, stream), "starting the forward kernel");
+    check(kernels_->forward(p, num_items, num_sms_, stream), "starting the forward kernel");
     return;
   }
   for (p.pass = 0; p.pass < kernels_->passes; ++p.pass) {
-    check(kernels_->backward(p, num_ctas, stream), "starting the backward kernel");
+    check(kernels_->backward(p, num_items, num_sms_, stream), "starting the backward kernel");
     ++p.next_item;
     p.stored += 2 * tables.capacity(kItems);
   }
   if (const auto num_tiles = static_cast<int>(tables.capacity(kStoreItems)); num_tiles > 0)
-    check(kernels_->store_queries(p, num_tiles, stream), "starting the kernel that stores dq");
+    check(kernels_->store_queries(p, num_tiles, num_sms_, stream), "starting the kernel that stores dq");
 }
 
 }  // namespace distca::attention::cuda

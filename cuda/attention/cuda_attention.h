@@ -9,6 +9,7 @@
 
 #include <array>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 
@@ -18,14 +19,20 @@
 
 namespace distca::attention::cuda {
 
-/// The reason why heads of this shape cannot be computed on a device of compute capability major.minor; empty if they
-/// can. All masks, windows, scales and softcaps can be computed, up to kMostScores different ones in a problem.
-DISTCA_EXPORT std::string unsupported_reason(const HeadShape& heads, int major, int minor);
+/// What kernels are written for: compute capability 9.0 alone, or 8.0 and later.
+enum class KernelFamily { kHopper, kAmpere };
+/// The kernels for a device of compute capability major.minor, which is 8.0 or later.
+DISTCA_EXPORT KernelFamily family_of(int major, int minor);
+
+/// The reason why kernels cannot compute heads of this shape; empty if they can. All masks, windows, scales and
+/// softcaps can be computed, up to kMostScores different ones in a problem.
+DISTCA_EXPORT std::string unsupported_reason(const HeadShape& heads, KernelFamily family);
 
 struct HeadKernels;
 
-/// Loads all kernels for the current device, because otherwise their first start may wait for it. Throws DeviceError.
-DISTCA_EXPORT void load_kernels();
+/// Loads all kernels of a family for the current device, because otherwise their first start may wait for it. Throws
+/// DeviceError.
+DISTCA_EXPORT void load_kernels(KernelFamily family);
 
 /// The common part of all problems of one kind: the kernels that are started, and their arguments besides tables.
 class AttentionLaunch {
@@ -67,8 +74,8 @@ class AttentionLaunch {
 /// that one row sees may reach other rows of its tile.
 class DISTCA_EXPORT CudaAttention {
  public:
-  /// `device` must be current whenever run() is called.
-  explicit CudaAttention(int device);
+  /// `device` must be current whenever run() is called. Without `family` the kernels for the device compute.
+  explicit CudaAttention(int device, std::optional<KernelFamily> family = {});
   ~CudaAttention();
   CudaAttention(CudaAttention&&) noexcept;
   CudaAttention& operator=(CudaAttention&&) noexcept;

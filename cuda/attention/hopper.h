@@ -1,13 +1,12 @@
 // The instructions of sm_90a that the kernels use, on CUTLASS's CuTe: barriers in shared memory, the bulk copy engine,
-// matrix products of a warpgroup. Nothing else in the kernels knows what they run on. Therefore a test can put another
-// header in this one's place and run them on a host.
+// matrix products of a warpgroup. gpu.h has those of all GPUs. Nothing else in the kernels knows what they run on.
+// Therefore a test can put other headers in the place of these and run them on a host.
 //
 // Operands of products are tiles of 16-bit elements in shared memory. Columns come in chunks of 64 (128 bytes), and a
 // chunk's rows one after another. Tiles are aligned to 1024 bytes and swizzled as the copy engine does it (16-byte
 // piece p of row r lies at p ^ (r % 8)).
 #pragma once
 
-#include <cuda_runtime.h>
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/numeric_types.h>
@@ -20,11 +19,11 @@
 #include <cute/arch/mma_sm90_gmma.hpp>
 #include <utility>
 
-#include "attention/tables.h"
+#include "attention/gpu.h"
 
 namespace distca::attention::cuda::hopper {
 
-#define DISTCA_DEVICE __device__ __forceinline__
+using namespace gpu;
 
 namespace detail {
 
@@ -36,23 +35,6 @@ DISTCA_DEVICE void keep_order() { asm volatile("" ::: "memory"); }
 
 // ---- threads
 
-/// The number of this thread in the CTA. It is read anew each time and not kept in a register.
-DISTCA_DEVICE int thread_of_cta() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-DISTCA_DEVICE int cta() { return static_cast<int>(blockIdx.x); }
-DISTCA_DEVICE void sync_cta() { __syncthreads(); }
-DISTCA_DEVICE void sync_warp() { __syncwarp(); }
-template <class T>
-DISTCA_DEVICE T shuffle_xor(T value, int lane_mask) {
-  return __shfl_xor_sync(0xffffffffu, value, lane_mask);
-}
-template <class T>
-DISTCA_DEVICE T shuffle_from(T value, int lane) {
-  return __shfl_sync(0xffffffffu, value, lane);
-}
 /// Named barriers of the CTA, 0 to 7, for `threads` threads, which are whole warps.
 DISTCA_DEVICE void sync_named(int barrier, int threads) {
   detail::keep_order();
@@ -121,12 +103,9 @@ DISTCA_DEVICE void load_box(const TensorMap* map, Barrier* barrier, void* shared
 
 // ---- products of a warpgroup
 
-struct BFloat16 {
-  using Native = cutlass::bfloat16_t;
-};
-struct Float16 {
-  using Native = cutlass::half_t;
-};
+/// CUTLASS's names of the elements.
+template <class Element>
+using Native = std::conditional_t<std::is_same_v<Element, BFloat16>, cutlass::bfloat16_t, cutlass::half_t>;
 
 /// The dimension of the product along which the columns of an operand's tile run.
 enum class Columns { kInner, kOuter };
@@ -183,10 +162,9 @@ DISTCA_DEVICE void multiply(float (&sums)[kRegisters], const A& a, Operand b, bo
 /// warpgroup, sums[4 j + 2 i + e] is element (t / 32 * 16 + t % 32 / 4 + 8 i, 8 j + t % 4 * 2 + e).
 template <class Element, int kColumnsB, Columns kA, Columns kB>
 DISTCA_DEVICE void multiply(float (&sums)[kColumnsB / 2], Operand a, Operand b, bool add) {
-  using Native = typename Element::Native;
   using Shape = cute::Shape<cute::_64, cute::Int<kColumnsB>, cute::_16>;
-  using Operation = decltype(cute::SM90::GMMA::ss_op_selector<Native, Native, float, Shape, detail::kMajor<kA>,
-                                                              detail::kMajor<kB>>());
+  using Operation = decltype(cute::SM90::GMMA::ss_op_selector<Native<Element>, Native<Element>, float, Shape,
+                                                              detail::kMajor<kA>, detail::kMajor<kB>>());
   detail::multiply<Operation>(sums, a, b, add, std::make_index_sequence<kColumnsB / 2>());
 }
 
@@ -194,10 +172,9 @@ DISTCA_DEVICE void multiply(float (&sums)[kColumnsB / 2], Operand a, Operand b, 
 /// the next one).
 template <class Element, int kColumnsB, Columns kB>
 DISTCA_DEVICE void multiply(float (&sums)[kColumnsB / 2], const uint32_t (&a)[4], Operand b, bool add) {
-  using Native = typename Element::Native;
   using Shape = cute::Shape<cute::_64, cute::Int<kColumnsB>, cute::_16>;
-  using Operation = decltype(cute::SM90::GMMA::rs_op_selector<Native, Native, float, Shape, cute::SM90::GMMA::Major::K,
-                                                              detail::kMajor<kB>>());
+  using Operation = decltype(cute::SM90::GMMA::rs_op_selector<Native<Element>, Native<Element>, float, Shape,
+                                                              cute::SM90::GMMA::Major::K, detail::kMajor<kB>>());
   detail::multiply<Operation>(sums, a, b, add, std::make_index_sequence<kColumnsB / 2>());
 }
 
@@ -234,39 +211,7 @@ DISTCA_DEVICE void pin(T (&registers)[kRows][kRegisters]) {
   for (int i = 0; i < kRows; ++i) pin(registers[i]);
 }
 
-// ---- arithmetic
-
-/// The product is never fused with what comes after. Therefore results do not depend on the compiler's choice.
-DISTCA_DEVICE float product(float a, float b) { return __fmul_rn(a, b); }
-DISTCA_DEVICE float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
-/// 2^x, within two units of the last place; 0 for -inf, 1 for 0.
-DISTCA_DEVICE float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-/// 1 / x; 0 for inf.
-DISTCA_DEVICE float reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-/// Two elements, rounded to nearest even, with the first in the low half.
-template <class Element>
-DISTCA_DEVICE uint32_t pack(float low, float high) {
-  uint32_t word;
-  if constexpr (std::is_same_v<Element, BFloat16>)
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-  else
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-  return word;
-}
-
 // ---- memory
-
-struct alignas(16) Words4 {
-  uint32_t x[4];
-};
 
 DISTCA_DEVICE void store_shared(void* shared, const Words4& words) {
   *static_cast<uint4*>(shared) = make_uint4(words.x[0], words.x[1], words.x[2], words.x[3]);
@@ -275,26 +220,10 @@ DISTCA_DEVICE void store_shared(float* shared, float a, float b, float c, float 
   *reinterpret_cast<float4*>(shared) = make_float4(a, b, c, d);
 }
 DISTCA_DEVICE void store_shared(void* shared, uint32_t word) { *static_cast<uint32_t*>(shared) = word; }
-DISTCA_DEVICE void store_global(void* p, const Words4& words) {
-  *static_cast<uint4*>(p) = make_uint4(words.x[0], words.x[1], words.x[2], words.x[3]);
-}
-DISTCA_DEVICE int fetch_add(int* p, int n) { return atomicAdd(p, n); }
-/// Reads what other threads of the GPU may be writing.
-DISTCA_DEVICE float load_relaxed(const float* p) {
-  float value;
-  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(value) : "l"(p) : "memory");
-  return value;
-}
-DISTCA_DEVICE void keep_larger(int* p, int n) { atomicMax(p, n); }
-DISTCA_DEVICE void keep_smaller(unsigned* p, unsigned n) { atomicMin(p, n); }
 /// Adds to p[0..4), at the memory. p is a multiple of 16 bytes.
 DISTCA_DEVICE void add_global(float* p, float a, float b, float c, float d) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(a), "f"(b), "f"(c), "f"(d)
                : "memory");
-}
-/// The same to p[0] and p[1]. p is a multiple of 8 bytes.
-DISTCA_DEVICE void add_global(float* p, float a, float b) {
-  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(a), "f"(b) : "memory");
 }
 /// One thread calls this: the copy engine adds `n` fp32 in shared memory to those in memory, one after another at each
 /// place. Both are multiples of 16 bytes.
@@ -308,24 +237,4 @@ DISTCA_DEVICE void add_shared(float* p, const float* shared, int n) {
 DISTCA_DEVICE void wait_read() { cute::tma_store_wait<0>(); }
 /// Waits until they are done.
 DISTCA_DEVICE void wait_added() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-DISTCA_DEVICE int load_acquire(const int* p) {
-  int value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
-  return value;
-}
-DISTCA_DEVICE void store_release(int* p, int value) {
-  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
-}
-/// Orders this thread's accesses to global memory before its later ones, for the whole GPU.
-DISTCA_DEVICE void fence_gpu() { __threadfence(); }
-/// Reads a word that another device may be writing.
-DISTCA_DEVICE uint64_t load_signal(const uint64_t* p) {
-  uint64_t value;
-  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(p) : "memory");
-  return value;
-}
-
-/// Pauses between two looks at something that others change.
-DISTCA_DEVICE void pause() { __nanosleep(100); }
-
 }  // namespace distca::attention::cuda::hopper

@@ -11,8 +11,8 @@
 
 namespace distca::attention::cuda {
 
-/// Starts one kernel on `num_ctas` CTAs.
-using Launch = cudaError_t (*)(const KernelParams& params, int num_ctas, cudaStream_t stream);
+/// Starts one kernel for up to `num_items` items on a device with so many multiprocessors.
+using Launch = cudaError_t (*)(const KernelParams& params, int num_items, int num_sms, cudaStream_t stream);
 
 /// The kernels for heads up to dim and v_dim of one dtype. Tile shapes are part of the numerics and therefore depend on
 /// the head shape alone.
@@ -31,11 +31,17 @@ struct HeadKernels {
   cudaError_t (*load)();  // loads these kernels, before they are first started
 };
 
-// The kernels for compute capability 9.0, one file each. A head takes the first ones that it fits into.
+// The kernels for compute capability 9.0, and those for 8.0 and later, one file each. A head takes the first ones that
+// it fits into.
 std::span<const HeadKernels> hopper_kernels_64();
 std::span<const HeadKernels> hopper_kernels_128();
 std::span<const HeadKernels> hopper_kernels_192();
 std::span<const HeadKernels> hopper_kernels_256();
 std::span<const HeadKernels> hopper_kernels_512();
+std::span<const HeadKernels> ampere_kernels_64();
+std::span<const HeadKernels> ampere_kernels_128();
+std::span<const HeadKernels> ampere_kernels_192();
+std::span<const HeadKernels> ampere_kernels_256();
+std::span<const HeadKernels> ampere_kernels_512();
 
 }  // namespace distca::attention::cuda

@@ -30,9 +30,19 @@ DISTCA_INLINE constexpr int minimum(int a, int b) { return a < b ? a : b; }
 DISTCA_INLINE constexpr int maximum(int a, int b) { return a > b ? a : b; }
 DISTCA_INLINE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-/// A CUtensorMap: what the copy engine knows of a tensor. Plain C++ does without CUDA's header.
+/// A CUtensorMap: what the copy engine knows of a tensor. Plain C++ does without CUDA's header. For kernels that do not
+/// use the copy engine it begins with the MapSpec itself.
 struct alignas(128) TensorMap {
   std::byte opaque[128];
+};
+
+/// The values that a tensor map is made of: three dimensions, of which the first is contiguous, the strides of the
+/// others in bytes, and the box that is loaded at once.
+struct MapSpec {
+  const std::byte* data = nullptr;  // null: never loaded from
+  int64_t sizes[3] = {};
+  int64_t strides[2] = {};
+  int box[3] = {};
 };
 
 /// A word in memory that somebody else raises. Work that waits for it starts when it is at least `value`.
@@ -205,7 +215,7 @@ struct KernelParams {
   const int64_t* blocks;
   const TensorMap* maps;
   int* next_item;  // how many items have been taken
-  float* dq_sums;  // backward: sums of dq, in the order of the accumulators' registers (backward_kernel.h)
+  float* dq_sums;  // backward: sums of dq, in the order of the accumulators' registers (hopper_backward.h)
   int* turns;      // deterministic: key blocks that have added to each part of a tile of dq_sums; otherwise null
   int* stored;     // backward: of each item, whether each of the two warpgroups has stored its key gradients
   int dim;
@@ -254,6 +264,31 @@ DISTCA_INLINE RowRange tiles_that_see(const KernelParams& p, const GroupEntry& g
   const RowRange rows = rows_that_see(p.mask_of(group), task, begin, end);
   if (rows.begin >= rows.end) return {0, 0};
   return {(rows.begin - task.q_begin) / p.tile_tokens, ceil_div(rows.end - task.q_begin, p.tile_tokens)};
+}
+
+/// Forward: a tile's rows and the keys that they see.
+struct ForwardTile {
+  RowRange rows;
+  RowRange keys;
+  RowRange keys_of_all;  // those that every row sees
+  int begin_block;
+  int end_block;
+  int scores;  // the group's
+};
+
+/// The tile of an item. Blocks have `block_keys` keys.
+DISTCA_INLINE ForwardTile forward_tile(const KernelParams& p, const WorkItem& item, int block_keys) {
+  const RowRange rows = tile_tokens(p, p.tasks[item.task], item.index);
+  const GroupEntry& group = p.groups[item.group];
+  const GroupMask mask = p.mask_of(group);
+  const RowRange keys = visible_keys(mask, rows, group);
+  return {rows,        keys, keys_of_all(mask, rows, group), keys.begin / block_keys, ceil_div(keys.end, block_keys),
+          group.scores};
+}
+
+/// The document rows of a block's keys that are there.
+DISTCA_INLINE RowRange key_rows(const GroupEntry& group, int block, int block_keys) {
+  return {maximum(block * block_keys, group.kv_begin), minimum((block + 1) * block_keys, group.kv_end)};
 }
 
 /// Where document row `block * kTableRows` lies: the row of its source, and the source.

@@ -22,15 +22,6 @@ struct TileShape {
   int keys;
 };
 
-/// The values that a tensor map is made of: three dimensions, of which the first is contiguous, the strides of the
-/// others in bytes, and the box that is loaded at once.
-struct MapSpec {
-  const std::byte* data = nullptr;  // null: never loaded from
-  int64_t sizes[3] = {};
-  int64_t strides[2] = {};
-  int box[3] = {};
-};
-
 struct WorkList {
   std::vector<WorkItem> items;
   std::vector<StoreItem> store_items;

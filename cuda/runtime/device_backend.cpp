@@ -19,6 +19,7 @@
 namespace distca::cuda {
 namespace {
 
+using attention::cuda::KernelFamily;
 using transport::fixed_value;
 using transport::Streams;
 using transport::table_part;
@@ -72,24 +73,28 @@ class DeviceBackend final : public runtime::Backend {
       : aten_(std::move(aten)), device_(device), own_attention_(own_attention), queue_(std::move(queue)) {
     const DeviceGuard guard(device_);
     if (!queue_) queue_ = std::make_shared<DeviceQueue>(device, current_stream, kNoTimeout);
-    cuda::check(cudaDeviceGetAttribute(&major_, cudaDevAttrComputeCapabilityMajor, device), "compute capability");
-    cuda::check(cudaDeviceGetAttribute(&minor_, cudaDevAttrComputeCapabilityMinor, device), "compute capability");
-    require<DeviceError>(major_ >= kLeastCapability, "cuda:", device, " has compute capability ", major_, ".", minor_,
+    int major = 0, minor = 0;
+    cuda::check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "compute capability");
+    cuda::check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "compute capability");
+    require<DeviceError>(major >= kLeastCapability, "cuda:", device, " has compute capability ", major, ".", minor,
                          "; distca needs ", kLeastCapability, ".0 or later");
+    family_ = attention::cuda::family_of(major, minor);
     load_reduce_kernels();
     load_home_row_kernels();
-    if (own_attention_ && major_ == 9 && minor_ == 0) attention::cuda::load_kernels();
+    if (own_attention_) attention::cuda::load_kernels(family_);
     make_constants();
   }
 
   std::string device() const override { return aten_->device(); }
   std::string attention(const HeadShape& heads) const override {
-    return own_attention_ ? "distca's kernels for compute capability 9.0" : aten_->attention(heads);
+    if (!own_attention_) return aten_->attention(heads);
+    return family_ == KernelFamily::kHopper ? "distca's kernels for compute capability 9.0"
+                                            : "distca's kernels for compute capability 8.0 and later";
   }
   bool plan_independent(const HeadShape&) const override { return own_attention_; }
   bool takes_gradient_of_lse() const override { return own_attention_ || aten_->takes_gradient_of_lse(); }
   void check(const HeadShape& heads, float softcap) const override {
-    const std::string reason = attention::cuda::unsupported_reason(heads, major_, minor_);
+    const std::string reason = attention::cuda::unsupported_reason(heads, family_);
     if (own_attention_) return require(reason.empty(), "attention = \"own\": ", reason);
     try {
       aten_->check(heads, softcap);
@@ -173,7 +178,7 @@ class DeviceBackend final : public runtime::Backend {
 
   bool is_own(const attention::Problem& problem) const {
     require(own_attention_ || !queue_->is_recording(), "record: attention is ", aten_->attention(problem.heads),
-            ", which cannot be recorded; attention=\"own\" can, on compute capability 9.0");
+            ", which cannot be recorded; attention=\"own\" can");
     return own_attention_;
   }
 
@@ -225,7 +230,7 @@ class DeviceBackend final : public runtime::Backend {
   int device_;
   bool own_attention_;
   std::shared_ptr<DeviceQueue> queue_;
-  int major_ = 0, minor_ = 0;
+  KernelFamily family_;
   std::optional<attention::cuda::CudaAttention> kernels_;
   std::array<std::shared_ptr<std::byte>, 3> constants_;  // by Fill: a row of that value
 

@@ -31,14 +31,16 @@ int capability(int device) {
 
 std::string own_attention_problem(const HeadShape& heads, int device) {
   const int found = capability(device);
-  return attention::cuda::unsupported_reason(heads, found / 10, found % 10);
+  return attention::cuda::unsupported_reason(heads, attention::cuda::family_of(found / 10, found % 10));
 }
+
+bool is_own_the_default(int device) { return capability(device) == 90; }
 
 }  // namespace
 
 extern "C" DISTCA_EXPORT const runtime::CudaLibrary* distca_cuda_library() {
-  static constexpr runtime::CudaLibrary library{&devices, &capability, &own_attention_problem, &make_device_backend,
-                                                &make_cuda_streams};
+  static constexpr runtime::CudaLibrary library{
+      &devices, &capability, &own_attention_problem, &is_own_the_default, &make_device_backend, &make_cuda_streams};
   return &library;
 }
 

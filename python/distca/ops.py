@@ -151,9 +151,9 @@ def attention(
 
     out and lse are differentiable once, in q, k, v and sinks. On CUDA dtypes are bfloat16 and float16. On compute
     capability 9.0 distca's own kernels compute by default. Under ``torch.use_deterministic_algorithms`` their dq has
-    the same bits whatever the tasks, and their dk and dv are the same from run to run. On other GPUs, and with
-    ``attention="flash"``, ATen's flash attention computes; it requires Dv = D, has no softcap and takes no gradient of
-    lse. Under autocast, q, k and v are cast to its dtype.
+    the same bits whatever the tasks, and their dk and dv are the same from run to run. On other GPUs, where these have
+    not yet run, and with ``attention="flash"``, ATen's flash attention computes, unless ``attention="own"`` is given.
+    It requires Dv = D, has no softcap and takes no gradient of lse. Under autocast, q, k and v are cast to its dtype.
 
     Args:
         q: ``[Tq, H, D]``, float32, bfloat16 or float16; the last dimension is contiguous.

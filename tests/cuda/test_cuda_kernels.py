@@ -124,4 +124,4 @@ def test_softcap_and_sinks_are_as_exact_as_pytorch(softcap: float, with_sinks: b
 
 def test_a_context_says_that_its_bits_do_not_depend_on_the_plan() -> None:
     with distca.init(max_tokens=8, heads=HEADS["bf16 128/128, 8/1"], name="own", **CUDA) as context:
-        assert context.plan_independent and context.attention == "distca's kernels for compute capability 9.0"
+        assert context.plan_independent and context.attention.startswith("distca's kernels for compute capability")

@@ -8,6 +8,7 @@ import dataclasses
 import gc
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -26,15 +27,17 @@ T = TypeVar("T")
 
 OWN = distca.Heads(8, 2, 16, 24, torch.bfloat16)
 OWN_LENGTHS = (130, 3, 64, 225)
+BOTH = pytest.mark.parametrize("own_gpu", [9, 8], ids=["9.0", "8.0"], indirect=True)
 
 
 def _own_step(batch: Batch, plan: distca.Plan) -> tuple[torch.Tensor, ...]:
     with loopback_group(plan, **OPTIONS) as contexts:
-        assert contexts[0].attention == "distca's kernels for compute capability 9.0"
+        assert contexts[0].attention.startswith("distca's kernels")
         results = on_all_ranks(contexts, lambda rank, context: run_step(batch, plan, context))
     return together(batch.lengths, plan.layout, results)
 
 
+@BOTH
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_own_attention_is_as_exact_as_pytorch(own_gpu: EmulatedGpu, dtype: torch.dtype) -> None:
     pool = ErrorPool(dtype)
@@ -46,6 +49,7 @@ def test_own_attention_is_as_exact_as_pytorch(own_gpu: EmulatedGpu, dtype: torch
     pool.check()
 
 
+@BOTH
 @pytest.mark.parametrize("dims", [(512, 512), (264, 16)])
 def test_kernels_that_run_twice_in_backward_are_exact_where_documents_share_rows(
     own_gpu: EmulatedGpu, dims: tuple[int, int]
@@ -60,6 +64,7 @@ def test_kernels_that_run_twice_in_backward_are_exact_where_documents_share_rows
         assert error < (1e-6 if name == "lse" else 1.5 * 2.0**-8), name
 
 
+@BOTH
 def test_own_attention_gives_rows_the_same_bits_whatever_the_plan(own_gpu: EmulatedGpu) -> None:
     batch = random_batch(OWN_LENGTHS, OWN, 1)
     results = []
@@ -70,6 +75,7 @@ def test_own_attention_gives_rows_the_same_bits_whatever_the_plan(own_gpu: Emula
         assert torch.equal(a, b), name
 
 
+@BOTH
 def test_own_attention_takes_sinks(own_gpu: EmulatedGpu) -> None:
     batch = random_batch((130, 20), OWN, 1)
     plan = distca.plan(spill((130, 20), 2), OWN, tolerance=0.0, min_rows=1)
@@ -83,6 +89,18 @@ def test_own_attention_takes_sinks(own_gpu: EmulatedGpu) -> None:
         out = torch.cat(on_all_ranks(contexts, forward))
     exact = eager_attention(batch, torch.float64, 0.0, sinks)[0]
     assert ((out.double() - exact).square().mean() / exact.square().mean()).sqrt() < 2.0**-8
+
+
+def test_a_context_says_which_kernels_compute(emulated_library: Path) -> None:
+    plan = distca.plan(distca.Layout.from_documents([[8]]), OWN)
+    said = {}
+    for major in (8, 9):
+        with EmulatedGpu(emulated_library).in_use(True, major) as gpu, loopback_group(plan, **OPTIONS) as [context]:
+            said[context.attention] = gpu.is_own_the_default()
+    assert said == {
+        "distca's kernels for compute capability 8.0 and later": False,  # they have not run on a GPU
+        "distca's kernels for compute capability 9.0": True,
+    }
 
 
 # ---- attention in this process alone: the GPU's backend is what the CPU's operator calls "flash" here
@@ -168,4 +186,17 @@ def test_what_own_kernels_lack_is_an_error_that_says_what_they_take(own_gpu: Emu
     with pytest.raises(
         distca.InvalidArgumentError, match='attention = "own": .* take bfloat16 and float16, not float32'
     ):
+        _in_a_new_thread(attend)
+
+
+@BOTH
+@pytest.mark.parametrize(("query_heads", "dim", "v_dim"), [(65, 16, 16), (33, 264, 16)])
+def test_more_query_heads_than_a_tile_has_rows_are_an_error(
+    own_gpu: EmulatedGpu, query_heads: int, dim: int, v_dim: int
+) -> None:
+    def attend() -> None:
+        q = torch.zeros(3, query_heads, dim, dtype=torch.bfloat16)
+        distca.attention(q, q[:, :1].contiguous(), torch.zeros(3, 1, v_dim, dtype=q.dtype), attention="flash")
+
+    with pytest.raises(distca.InvalidArgumentError, match=f"query heads of these dimensions .* not {query_heads}"):
         _in_a_new_thread(attend)

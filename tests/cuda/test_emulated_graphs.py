@@ -106,6 +106,7 @@ def test_graphs_end_though_nothing_in_them_happens_at_once_and_in_any_order_of_t
         assert_same(mine, right)
 
 
+@pytest.mark.parametrize("own_gpu", [9, 8], ids=["9.0", "8.0"], indirect=True)
 @pytest.mark.parametrize("captured", [False, True], ids=["replays", "launches of a graph"])
 def test_own_attention_is_recorded(own_gpu: EmulatedGpu, captured: bool) -> None:
     plans = _plans(4, 2, OWN)

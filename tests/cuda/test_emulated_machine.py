@@ -31,6 +31,16 @@ BROKEN = {
     "multiply_with_three_warps": " its products",
     "lower_the_registers_of_three_warps": " the registers of its warpgroup",
     "raise_registers_beyond_what_there_is": " registers that others give back",
+    "end_before_a_group_of_copies": "a CTA ended before its copies did",
+    "end_before_copies_are_a_group": "a thread ended before it had made its copies a group",
+    "copy_to_what_is_not_aligned": "an access that is not aligned",
+    "copy_from_what_is_not_aligned": "an access that is not aligned",
+    "load_matrices_that_are_not_aligned": "an access that is not aligned",
+    "load_matrices_beyond_shared_memory": "an access beyond shared memory",
+    "load_matrices_otherwise_in_a_lane": "the lanes of a warp execute different instructions",
+    "multiply_with_half_a_warp": " the lanes of its warp",
+    "come_to_a_barrier_before_the_end_of_products": "a barrier comes before the end of a warp's products",
+    "end_before_the_end_of_products": "a thread ended before the end of its warp's products",
 }
 
 

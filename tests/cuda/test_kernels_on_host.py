@@ -1,4 +1,4 @@
-"""The code of the CUDA kernels, run on a host: every thread is a fiber, and software does the instructions of sm_90a.
+"""The code of the CUDA kernels, run on a host: every thread is a fiber, and software does the GPU's instructions.
 
 The results are compared with float64 on random problems, where every row that must not be read is NaN. Every second
 problem has two documents with different masks, windows, scales or softcaps. The machine stops a kernel that hangs,
@@ -41,24 +41,32 @@ SHAPES = pytest.mark.parametrize(
 )
 
 
+FAMILIES = pytest.mark.parametrize("family", ["hopper", "ampere"])
+
+
 @SHAPES
+@FAMILIES
 def test_forward_is_right_and_a_row_has_the_same_bits_however_tasks_are_cut(
-    program: Path, dim: int, v_dim: int, dtype: str, rounds: int
+    program: Path, family: str, dim: int, v_dim: int, dtype: str, rounds: int
 ) -> None:
-    _run(program, "forward", dim, v_dim, dtype, rounds, 1)
+    _run(program, family, "forward", dim, v_dim, dtype, rounds, 1)
 
 
 def test_forward_is_right_over_more_keys_than_the_producer_knows_blocks_of_at_a_time(program: Path) -> None:
-    _run(program, "long", 64, 64, "bfloat16", 1, 2)
+    _run(program, "hopper", "long", 64, 64, "bfloat16", 1, 2)
 
 
-def test_groups_add_to_gradients_in_their_order_whatever_the_blocks_in_which_they_have_the_rows(program: Path) -> None:
+@FAMILIES
+def test_groups_add_to_gradients_in_their_order_whatever_the_blocks_in_which_they_have_the_rows(
+    program: Path, family: str
+) -> None:
     """Problems in which an item has to wait for several others, and for both of their warpgroups."""
-    _run(program, "backward", 64, 64, "bfloat16", 12, 11)
+    _run(program, family, "backward", 64, 64, "bfloat16", 12, 11)
 
 
 @SHAPES
+@FAMILIES
 def test_backward_is_right_and_dq_has_the_same_bits_in_the_deterministic_mode(
-    program: Path, dim: int, v_dim: int, dtype: str, rounds: int
+    program: Path, family: str, dim: int, v_dim: int, dtype: str, rounds: int
 ) -> None:
-    _run(program, "backward", dim, v_dim, dtype, rounds, 1)
+    _run(program, family, "backward", dim, v_dim, dtype, rounds, 1)

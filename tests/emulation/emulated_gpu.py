@@ -17,10 +17,10 @@ _THREAD_LOCAL = 1  # the mode of captures
 _LAUNCH = re.compile(r"(\w+)((?:<[\w, ]+>)?)<<<(.*?)>>>\((.*?)\);", re.DOTALL)
 _SHARED = re.compile(r"(?<!extern )__shared__ ([\w:]+) (\w+);")
 _DYNAMIC = re.compile(r"extern __shared__ std::byte (\w+)\[\];")
-ATTENTION = ("kernels_64", "kernels_512")
+ATTENTION = ("hopper_64", "hopper_512", "ampere_64", "ampere_512")
 """The kernels of attention that are compiled: of small heads, and those that run more than once."""
 _ON_MACHINE = {"kKernel"}
-"""Kernels, as their launches name them, that are written in the instructions of hopper.h."""
+"""Kernels, as their launches name them, that are written in the instructions of hopper.h or ampere.h."""
 
 
 def for_the_host(source: str) -> str:
@@ -50,7 +50,8 @@ def sources(folder: Path) -> list[Path | list[Path]]:
         to.write_text(f'#include "device.h"\n#line 1 "{source}"\n{for_the_host(source.read_text())}')
         return to
 
-    rewritten(cuda / "attention/instances.h", "attention/instances.h")
+    for name in ("launch.h", "hopper_instances.h", "ampere_instances.h"):
+        rewritten(cuda / "attention" / name, f"attention/{name}")
     kernels = [one for one in cuda.glob("*/*.cu") if one.parent.name != "attention" or one.stem in ATTENTION]
     return [
         sorted(cuda.glob("*/*.cpp")),
@@ -67,15 +68,19 @@ class EmulatedGpu:
         self._library.emulated_launches.restype = ctypes.c_int64
 
     @contextmanager
-    def in_use(self, own_attention: bool) -> Iterator[EmulatedGpu]:
-        """Inside, contexts that are made with `OPTIONS` use this GPU. Attention is computed by the library's own
-        kernels, or by the CPU's.
+    def in_use(self, own_attention: bool, major: int = 9) -> Iterator[EmulatedGpu]:
+        """Inside, contexts that are made with `OPTIONS` use this GPU, whose compute capability is `major`.0. Attention
+        is computed by the library's own kernels, or by the CPU's.
         """
-        self._library.use_emulated_gpu(own_attention)
+        self._library.use_emulated_gpu(own_attention, major)
         try:
             yield self
         finally:
             self._library.leave_emulated_gpu()
+
+    def is_own_the_default(self) -> bool:
+        """Whether the own kernels compute where nobody chooses."""
+        return bool(self._library.is_own_the_default())
 
     def launches(self, kernel: str) -> int:
         return self._library.emulated_launches(kernel.encode())

@@ -21,6 +21,8 @@ void fail(const std::string& what) {
 void Machine::run_thread() {
   (*body_)(current_->cta->shared);
   current_->finished = true;
+  if (!current_->instructions.empty()) fail("a thread ended before the end of its warp's products");
+  if (!current_->copies.empty()) fail("a thread ended before it had made its copies a group");
   if (--current_->cta->alive == 0 && current_->cta->copies != 0) fail("a CTA ended before its copies did");
   current_->stack->stop();
 }
@@ -42,6 +44,7 @@ void Machine::run(int num_ctas, int num_threads, size_t shared_bytes, const std:
     cta.unfenced.assign(shared_bytes / 16, 0);
     cta.queues.resize(static_cast<size_t>(num_threads / kGroupThreads));
     cta.exchanges.resize(static_cast<size_t>(num_threads / kWarpThreads));
+    cta.instructions.resize(static_cast<size_t>(num_threads / kWarpThreads));
     cta.news.resize(static_cast<size_t>(num_threads / kWarpThreads));
     cta.registers.resize(static_cast<size_t>(num_threads / kGroupThreads));
     for (Registers& r : cta.registers) r.now = std::min(65536 / num_threads, 255) / 8 * 8;
@@ -247,6 +250,68 @@ void execute(const Machine& machine, const Cta& cta, const Product& product) {
       float& sum = product.sums[thread][column / 8 * 4 + row % 16 / 8 * 2 + column % 2];
       sum = product.add ? sum + sums[column] : sums[column];
     }
+  }
+}
+
+namespace {
+
+uint16_t half_of(uint32_t word, int which) { return static_cast<uint16_t>(word >> 16 * which); }
+
+using Lanes = const LaneInstruction* [kWarpThreads];
+
+/// ldmatrix.m8n8.x4.b16.
+void load_matrices(const Lanes& lanes) {
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    uint16_t elements[8][8];
+    for (int row = 0; row < 8; ++row) std::memcpy(elements[row], lanes[8 * matrix + row]->row, sizeof(elements[row]));
+    for (int lane = 0; lane < kWarpThreads; ++lane) {
+      const int row = lane / 4, column = lane % 4 * 2;
+      const bool transposed = lanes[lane]->kind == LaneInstruction::kLoadTransposed;
+      const uint16_t low = transposed ? elements[column][row] : elements[row][column];
+      const uint16_t high = transposed ? elements[column + 1][row] : elements[row][column + 1];
+      lanes[lane]->words[matrix] = low | static_cast<uint32_t>(high) << 16;
+    }
+  }
+}
+
+/// mma.m16n8k16 with fp32 sums.
+void multiply(const Lanes& lanes) {
+  const auto value = lanes[0]->bfloat16 ? distca::bf16_to_float : distca::fp16_to_float;
+  float a[16][16], b[16][8], sums[16][8];
+  for (int lane = 0; lane < kWarpThreads; ++lane) {
+    const LaneInstruction& x = *lanes[lane];
+    const int group = lane / 4, pair = lane % 4 * 2;
+    for (int i = 0; i < 8; ++i)
+      a[group + (i / 2 % 2) * 8][pair + i % 2 + i / 4 * 8] = value(half_of(x.a[i / 2], i % 2));
+    for (int i = 0; i < 4; ++i) {
+      b[pair + i % 2 + i / 2 * 8][group] = value(half_of(x.b[i / 2], i % 2));
+      sums[group + i / 2 * 8][pair + i % 2] = x.sums[i];
+    }
+  }
+  for (int row = 0; row < 16; ++row)
+    for (int k = 0; k < 16; ++k)
+#pragma omp simd
+      for (int column = 0; column < 8; ++column) sums[row][column] += a[row][k] * b[k][column];
+  for (int lane = 0; lane < kWarpThreads; ++lane)
+    for (int i = 0; i < 4; ++i) lanes[lane]->sums[i] = sums[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2];
+}
+
+}  // namespace
+
+void execute(const WarpInstructions& warp) {
+  const size_t number = warp.lanes[0]->size();
+  for (const auto* lane : warp.lanes)
+    if (lane->size() != number) fail("the lanes of a warp execute different instructions");
+  for (size_t i = 0; i < number; ++i) {
+    Lanes lanes;
+    for (int lane = 0; lane < kWarpThreads; ++lane) {
+      lanes[lane] = &(*warp.lanes[lane])[i];
+      if (lanes[lane]->kind != lanes[0]->kind) fail("the lanes of a warp execute different instructions");
+    }
+    if (lanes[0]->kind == LaneInstruction::kMultiply)
+      multiply(lanes);
+    else
+      load_matrices(lanes);
   }
 }
 

@@ -1,6 +1,6 @@
-// A machine that runs the CUDA kernels' code on a host, for tests: every thread of a CTA is a fiber, and what sm_90a
-// does on its own time, copies into shared memory and matrix products, is done at a random later moment. Written from
-// the definitions of the PTX instructions, not from the kernels.
+// A machine that runs the CUDA kernels' code on a host, for tests: every thread of a CTA is a fiber, and what a GPU
+// does on its own time, copies into shared memory and matrix products of warpgroups, is done at a random later moment.
+// Written from the definitions of the PTX instructions, not from the kernels.
 //
 // It stops the program with a message where a kernel hangs, leaves a barrier half used, reads with the asynchronous
 // proxy what was written past it without a fence, goes beyond shared memory, gives the threads of a warpgroup different
@@ -68,6 +68,32 @@ struct Exchange {
   uint64_t generation = 0;
 };
 
+/// What a lane gives an instruction that its warp executes together. Registers are read and written when it is
+/// executed.
+struct LaneInstruction {
+  enum Kind : int { kLoad, kLoadTransposed, kMultiply } kind = kLoad;
+  bool bfloat16 = false;
+  const std::byte* row = nullptr;  // a load of matrices: the row that the lane names
+  uint32_t* words = nullptr;       // and where it gets the words
+  float* sums = nullptr;           // a product
+  const uint32_t* a = nullptr;
+  const uint32_t* b = nullptr;
+};
+
+/// The lanes of a warp that have come to the end of a sequence of such instructions.
+struct WarpInstructions {
+  const std::vector<LaneInstruction>* lanes[kWarpThreads] = {};
+  int arrived = 0;
+  uint64_t generation = 0;
+};
+
+/// A thread's copy into shared memory; of zeros where `from` is null.
+struct Copy {
+  std::byte* to;
+  const std::byte* from;
+  size_t bytes;
+};
+
 struct Cta {
   int index = 0;
   int alive = 0;
@@ -83,6 +109,7 @@ struct Cta {
   std::vector<ProductQueue> queues;
   NamedBarrier named[9];  // the last is that of the whole CTA
   std::vector<Exchange> exchanges;
+  std::vector<WarpInstructions> instructions;  // of each warp
 };
 
 struct Fiber {
@@ -102,6 +129,9 @@ struct Fiber {
   int adds_to_read = 0;
   int adds_to_do = 0;
   size_t exchanges = 0;
+  std::vector<LaneInstruction> instructions;  // of a sequence that has not ended
+  std::vector<Copy> copies;                   // into shared memory, of a group that has not ended
+  std::vector<bool> groups_of_copies;         // whether each is under way
 };
 
 class Machine {
@@ -145,5 +175,7 @@ extern thread_local Machine* machine;
 
 /// Computes a product and gives it to its threads.
 void execute(const Machine& machine, const Cta& cta, const Product& product);
+/// Does what the lanes of a warp have asked for, one instruction after another.
+void execute(const WarpInstructions& warp);
 
 }  // namespace emulation

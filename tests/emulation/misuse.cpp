@@ -7,6 +7,7 @@
 #include <map>
 #include <string>
 
+#include "attention/ampere.h"
 #include "attention/hopper.h"
 #include "attention/work_list.h"
 #include "machine.h"
@@ -71,6 +72,21 @@ void clear(Shared& s) {
   for (int i = thread(); i < 512; i += kWarpgroup) hopper::store_shared(&s.tile[i / 8][i % 8 * 8], hopper::Words4{});
 }
 
+/// All threads start copying a row of the tile.
+void copy(Shared& s) {
+  ampere::copy16(ampere::place_of(&s.tile[thread() % 64][thread() / 64 * 8]),
+                 reinterpret_cast<const std::byte*>(&rows[static_cast<size_t>(thread()) * 8]), true);
+}
+/// Each warp loads four matrices, the first of which begins `bytes` after the tile, and multiplies them with
+/// themselves.
+void multiply_matrices(Shared& s, int bytes = 0) {
+  uint32_t words[4];
+  float sums[8] = {};
+  ampere::load_matrices(words, ampere::place_of(&s.tile[thread() % 32]) + bytes);
+  ampere::multiply<gpu::BFloat16>(sums, 0, 0, words, words);
+  ampere::end_products();
+}
+
 struct Kernel {
   int threads;
   void (*run)(Shared& s);
@@ -93,6 +109,11 @@ const std::map<std::string, Kernel> kKernels = {
         hopper::sync_named(7, kWarpgroup);
         hopper::begin_products();
         multiply(s);
+        copy(s);
+        ampere::end_copies();
+        ampere::wait_copies<0>();
+        gpu::sync_cta();
+        multiply_matrices(s);
       }}},
     {"read_what_was_stored_without_a_fence",
      {kWarpgroup,
@@ -200,6 +221,54 @@ const std::map<std::string, Kernel> kKernels = {
           hopper::lower_registers<56>();
         else
           hopper::raise_registers<232>();
+      }}},
+    {"end_before_a_group_of_copies",
+     {kWarpgroup,
+      [](Shared& s) {
+        copy(s);
+        ampere::end_copies();
+      }}},
+    {"end_before_copies_are_a_group", {kWarpgroup, [](Shared& s) { copy(s); }}},
+    {"copy_to_what_is_not_aligned",
+     {kWarpgroup,
+      [](Shared& s) {
+        ampere::copy16(ampere::place_of(&s.tile[0][4]), reinterpret_cast<const std::byte*>(rows.data()), true);
+      }}},
+    {"copy_from_what_is_not_aligned",
+     {kWarpgroup,
+      [](Shared& s) {
+        ampere::copy16(ampere::place_of(&s.tile), reinterpret_cast<const std::byte*>(&rows[4]), true);
+      }}},
+    {"load_matrices_that_are_not_aligned", {kWarpgroup, [](Shared& s) { multiply_matrices(s, 8); }}},
+    {"load_matrices_beyond_shared_memory", {kWarpgroup, [](Shared& s) { multiply_matrices(s, 1 << 20); }}},
+    {"load_matrices_otherwise_in_a_lane",
+     {kWarpgroup,
+      [](Shared& s) {
+        uint32_t words[4];
+        if (thread() == 3)
+          ampere::load_transposed(words, ampere::place_of(&s.tile));
+        else
+          ampere::load_matrices(words, ampere::place_of(&s.tile));
+        ampere::end_products();
+      }}},
+    {"multiply_with_half_a_warp",
+     {kWarpgroup,
+      [](Shared& s) {
+        if (thread() % 32 < 16) multiply_matrices(s);
+      }}},
+    {"come_to_a_barrier_before_the_end_of_products",
+     {kWarpgroup,
+      [](Shared& s) {
+        uint32_t words[4];
+        ampere::load_matrices(words, ampere::place_of(&s.tile));
+        gpu::sync_cta();
+        ampere::end_products();
+      }}},
+    {"end_before_the_end_of_products",
+     {kWarpgroup,
+      [](Shared& s) {
+        uint32_t words[4];
+        ampere::load_matrices(words, ampere::place_of(&s.tile));
       }}},
 };
 

@@ -2,14 +2,17 @@
 // not be read is not a number, against float64; and twice over differently cut tasks, once beside a document with other
 // scores. Rows have to be the same bits. Prints the errors of each; ends with 1 where one is too large.
 //
-// run_kernels PASS DIM V_DIM DTYPE ROUNDS SEED
+// run_kernels FAMILY PASS DIM V_DIM DTYPE ROUNDS SEED
+// FAMILY: hopper (compute capability 9.0) or ampere (8.0 and later)
 #include <cstdio>
 #include <cstdlib>
 #include <string>
 #include <utility>
 
-#include "attention/backward_kernel.h"
-#include "attention/forward_kernel.h"
+#include "attention/ampere_backward.h"
+#include "attention/ampere_forward.h"
+#include "attention/hopper_backward.h"
+#include "attention/hopper_forward.h"
 #include "attention/work_list.h"
 #include "machine.h"
 #include "problems.h"
@@ -21,6 +24,28 @@ using problems::Answer;
 using problems::Array;
 using problems::Case;
 using problems::Placement;
+
+/// The kernels of compute capability 9.0 for some columns.
+template <class Element, int kDim, int kValueDim>
+struct Hopper {
+  using Forward = ForwardConfig<Element, kDim, kValueDim>;
+  using Backward = BackwardConfig<Element, kDim, kValueDim>;
+  static constexpr int kForwardThreads = kThreads, kBackwardThreads = kThreads;
+  static void forward(const KernelParams& p, Forward::Shared& shared) { forward_cta<Forward>(p, shared); }
+  static void backward(const KernelParams& p, Backward::Shared& shared) { backward_cta<Backward>(p, shared); }
+  static void store(const KernelParams& p, const StoreItem& item) { store_queries<Backward>(p, item, 0, 1); }
+};
+
+/// Those of 8.0 and later.
+template <class Element, int kDim, int kValueDim>
+struct Ampere {
+  using Forward = AmpereForwardConfig<Element, kDim, kValueDim>;
+  using Backward = AmpereBackwardConfig<Element, kDim, kValueDim>;
+  static constexpr int kForwardThreads = Forward::kThreads, kBackwardThreads = Backward::kThreads;
+  static void forward(const KernelParams& p, Forward::Shared& shared) { ampere_forward_cta<Forward>(p, shared); }
+  static void backward(const KernelParams& p, Backward::Shared& shared) { ampere_backward_cta<Backward>(p, shared); }
+  static void store(const KernelParams& p, const StoreItem& item) { ampere_store_queries<Backward>(p, item, 0, 1); }
+};
 
 int failures = 0;
 
@@ -91,8 +116,9 @@ void let_arrive(emulation::Machine& machine, Placement& placement) {
   }
 }
 
-template <class Config>
+template <class Family>
 void run_forward(Placement& placement, bool remote, std::mt19937& random) {
+  using Config = Family::Forward;
   WorkList list;
   list_forward(placement.problem, remote ? std::span(placement.signals) : std::span<Signal>(),
                {Config::kRows, Config::kKeys}, list);
@@ -100,13 +126,13 @@ void run_forward(Placement& placement, bool remote, std::mt19937& random) {
   const KernelParams params = tables.params(list);
   emulation::Machine machine(static_cast<uint32_t>(random()));
   let_arrive(machine, placement);
-  machine.run(2, kThreads, sizeof(typename Config::Shared), [&](std::byte* shared) {
-    forward_cta<Config>(params, *reinterpret_cast<typename Config::Shared*>(shared));
-  });
+  machine.run(2, Family::kForwardThreads, sizeof(typename Config::Shared),
+              [&](std::byte* shared) { Family::forward(params, *reinterpret_cast<typename Config::Shared*>(shared)); });
 }
 
-template <class Config>
+template <class Family>
 void run_backward(Placement& placement, bool remote, bool deterministic, std::mt19937& random) {
+  using Config = Family::Backward;
   WorkList list;
   list_backward(placement.problem, remote ? std::span(placement.signals) : std::span<Signal>(),
                 {Config::kRows, Config::kKeys}, list);
@@ -123,11 +149,11 @@ void run_backward(Placement& placement, bool remote, bool deterministic, std::mt
     tables.next_item = 0;
     emulation::Machine machine(static_cast<uint32_t>(random()));
     if (params.pass == 0) let_arrive(machine, placement);
-    machine.run(3, kThreads, sizeof(typename Config::Shared), [&](std::byte* shared) {
-      backward_cta<Config>(params, *reinterpret_cast<typename Config::Shared*>(shared));
+    machine.run(3, Family::kBackwardThreads, sizeof(typename Config::Shared), [&](std::byte* shared) {
+      Family::backward(params, *reinterpret_cast<typename Config::Shared*>(shared));
     });
   }
-  for (int i = 0; i < params.num_store_items(); ++i) store_queries<Config>(params, params.store_items[i], 0, 1);
+  for (int i = 0; i < params.num_store_items(); ++i) Family::store(params, params.store_items[i]);
 }
 
 void print(const Case& c) {
@@ -140,7 +166,7 @@ void print(const Case& c) {
 }
 
 /// Computes cases as one problem and checks all results. Returns the results and the covered rows of cases[which].
-template <class Element, int kDim, int kValueDim>
+template <class Family>
 std::pair<Answer, std::vector<bool>> compute(const std::string& pass, std::span<const Case* const> cases, size_t which,
                                              bool deterministic, bool may_shift, std::mt19937& random) {
   const double roundoff = cases[0]->heads.dtype == distca::DType::kBFloat16 ? 0x1p-8 : 0x1p-11;
@@ -152,9 +178,9 @@ std::pair<Answer, std::vector<bool>> compute(const std::string& pass, std::span<
     if (backward) problems::give_statistics(*placement, of, right.back());
   }
   if (backward)
-    run_backward<BackwardConfig<Element, kDim, kValueDim>>(*placement, remote, deterministic, random);
+    run_backward<Family>(*placement, remote, deterministic, random);
   else
-    run_forward<ForwardConfig<Element, kDim, kValueDim>>(*placement, remote, random);
+    run_forward<Family>(*placement, remote, random);
   std::vector<Answer> got;
   for (size_t i = 0; i < cases.size(); ++i) {
     const problems::PlacedCase& of = placement->cases[i];
@@ -175,9 +201,9 @@ std::pair<Answer, std::vector<bool>> compute(const std::string& pass, std::span<
 
 /// Computes a document alone, and then, with its tasks cut in another way, in a problem that has another document with
 /// other scores.
-template <class Element, int kDim, int kValueDim>
+template <class Family>
 void run_round(const std::string& pass, distca::HeadShape heads, std::mt19937& random) {
-  const int64_t rows = kDim > 256 ? 200 : 500;  // for their time
+  const int64_t rows = Family::Forward::kDim > 256 ? 200 : 500;  // for their time
   const Case c = problems::random_case(heads, rows, random);
   Case other;
   do other = problems::random_case(heads, 200, random);
@@ -190,9 +216,8 @@ void run_round(const std::string& pass, distca::HeadShape heads, std::mt19937& r
   const Case* alone[] = {&c};
   const Case* both[] = {&other, &other};
   both[which] = &c;
-  const auto [first, first_rows] = compute<Element, kDim, kValueDim>(pass, alone, 0, deterministic, may_shift, random);
-  const auto [second, second_rows] =
-      compute<Element, kDim, kValueDim>(pass, both, which, deterministic, may_shift, random);
+  const auto [first, first_rows] = compute<Family>(pass, alone, 0, deterministic, may_shift, random);
+  const auto [second, second_rows] = compute<Family>(pass, both, which, deterministic, may_shift, random);
   if (pass == "forward") {
     check_same("out", first.out, second.out, first_rows, second_rows);
     check_same("lse", first.lse, second.lse, first_rows, second_rows);
@@ -202,7 +227,7 @@ void run_round(const std::string& pass, distca::HeadShape heads, std::mt19937& r
 }
 
 /// A document whose keys are more than the producer's lanes know blocks of at a time.
-template <class Element, int kDim, int kValueDim>
+template <class Family>
 void run_long_document(distca::HeadShape heads, std::mt19937& random) {
   heads.q_heads = heads.kv_heads = 1;
   Case c;
@@ -210,44 +235,52 @@ void run_long_document(distca::HeadShape heads, std::mt19937& random) {
   while (c.keys < 2100 || c.scores.mask.window != 0);
   std::printf("forward: %lld keys\n", static_cast<long long>(c.keys));
   const Case* alone[] = {&c};
-  compute<Element, kDim, kValueDim>("forward", alone, 0, false, false, random);
+  compute<Family>("forward", alone, 0, false, false, random);
 }
 
-template <int kDim, int kValueDim>
+template <template <class, int, int> class Family, int kDim, int kValueDim>
 void run_rounds(const std::string& pass, distca::HeadShape heads, int rounds, std::mt19937& random) {
   for (int i = 0; i < rounds; ++i) {
     constexpr int kShared[] = {1, 2, 3, 4, 5, 8};
     heads.kv_heads = 1 + static_cast<int64_t>(random() % 2);
     heads.q_heads = heads.kv_heads * kShared[random() % 6];
     if (heads.dtype == distca::DType::kBFloat16)
-      run_round<hopper::BFloat16, kDim, kValueDim>(pass, heads, random);
+      run_round<Family<gpu::BFloat16, kDim, kValueDim>>(pass, heads, random);
     else
-      run_round<hopper::Float16, kDim, kValueDim>(pass, heads, random);
+      run_round<Family<gpu::Float16, kDim, kValueDim>>(pass, heads, random);
   }
+}
+
+template <template <class, int, int> class Family>
+void run(const std::string& pass, distca::HeadShape heads, int rounds, std::mt19937& random) {
+  if (pass == "long")
+    run_long_document<Family<gpu::BFloat16, 64, 64>>(heads, random);
+  else if (heads.dim <= 64 && heads.v_dim <= 64)
+    run_rounds<Family, 64, 64>(pass, heads, rounds, random);
+  else if (heads.dim <= 128 && heads.v_dim <= 128)
+    run_rounds<Family, 128, 128>(pass, heads, rounds, random);
+  else if (heads.dim <= 192 && heads.v_dim <= 128)
+    run_rounds<Family, 192, 128>(pass, heads, rounds, random);
+  else if (heads.dim <= 256 && heads.v_dim <= 256)
+    run_rounds<Family, 256, 256>(pass, heads, rounds, random);
+  else
+    run_rounds<Family, 512, 512>(pass, heads, rounds, random);
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 7) return 3;
-  const std::string pass = argv[1];
-  const int rounds = std::atoi(argv[5]);
-  std::mt19937 random(static_cast<uint32_t>(std::atoi(argv[6])));
+  if (argc != 8) return 3;
+  const std::string family = argv[1], pass = argv[2];
+  const int rounds = std::atoi(argv[6]);
+  std::mt19937 random(static_cast<uint32_t>(std::atoi(argv[7])));
   distca::HeadShape heads;
-  heads.dim = std::atoi(argv[2]);
-  heads.v_dim = std::atoi(argv[3]);
-  heads.dtype = std::string(argv[4]) == "bfloat16" ? distca::DType::kBFloat16 : distca::DType::kFloat16;
-  if (pass == "long")
-    run_long_document<hopper::BFloat16, 64, 64>(heads, random);
-  else if (heads.dim <= 64 && heads.v_dim <= 64)
-    run_rounds<64, 64>(pass, heads, rounds, random);
-  else if (heads.dim <= 128 && heads.v_dim <= 128)
-    run_rounds<128, 128>(pass, heads, rounds, random);
-  else if (heads.dim <= 192 && heads.v_dim <= 128)
-    run_rounds<192, 128>(pass, heads, rounds, random);
-  else if (heads.dim <= 256 && heads.v_dim <= 256)
-    run_rounds<256, 256>(pass, heads, rounds, random);
+  heads.dim = std::atoi(argv[3]);
+  heads.v_dim = std::atoi(argv[4]);
+  heads.dtype = std::string(argv[5]) == "bfloat16" ? distca::DType::kBFloat16 : distca::DType::kFloat16;
+  if (family == "ampere")
+    run<Ampere>(pass, heads, rounds, random);
   else
-    run_rounds<512, 512>(pass, heads, rounds, random);
+    run<Hopper>(pass, heads, rounds, random);
   return failures == 0 ? 0 : 1;
 }

@@ -1,6 +1,7 @@
 """The faults that planted_faults.py plants, each with the tests that should notice it."""
 
 from faults import (
+    ampere_kernels,
     attention,
     bidirectional,
     branches,
@@ -43,6 +44,7 @@ FAULTS = [
     *recording.FAULTS,
     *retained.FAULTS,
     *attention.FAULTS,
+    *ampere_kernels.FAULTS,
     *cuda_kernels.FAULTS,
     *bidirectional.FAULTS,
     *branches.FAULTS,

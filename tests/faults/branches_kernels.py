@@ -26,14 +26,14 @@ FAULTS = [
     ),
     Fault(
         "branches: CUDA: an item writes where it should add",
-        "cuda/attention/backward_consumer.h",
+        "cuda/attention/row_parts.h",
         "if (run.is_added != 0)",
         "if (false)",
         (KERNELS,),
     ),
     Fault(
         "branches: CUDA: an item adds before the one before it has written",
-        "cuda/attention/backward_consumer.h",
+        "cuda/attention/hopper_consumer.h",
         "if (item.before_begin == item.before_end) return;",
         "return;",
         (KERNELS,),
@@ -47,14 +47,14 @@ FAULTS = [
     ),
     Fault(
         "branches: CUDA: an item waits for the last of those that store before it alone",
-        "cuda/attention/backward_consumer.h",
+        "cuda/attention/hopper_consumer.h",
         "for (int i = 2 * item.before_begin; i < 2 * item.before_end; ++i)",
         "for (int i = 2 * item.before_end - 2; i < 2 * item.before_end; ++i)",
         (KERNELS,),
     ),
     Fault(
         "branches: CUDA: a warpgroup waits for the same one of another item alone",
-        "cuda/attention/backward_consumer.h",
+        "cuda/attention/hopper_consumer.h",
         "stored(p.before[i / 2]) + i % 2)",
         "stored(p.before[i / 2]) + warpgroup())",
         (KERNELS,),

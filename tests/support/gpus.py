@@ -25,6 +25,6 @@ def missing_gpu() -> str:
         return ""
     if reason := no_gpu():
         return reason
-    if torch.cuda.get_device_capability() != (9, 0):
-        return f"the kernels are for compute capability 9.0, this is {torch.cuda.get_device_capability()}"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return f"the kernels are for compute capability 8.0 and later, this is {torch.cuda.get_device_capability()}"
     return "" if _C.cuda_status()[0] else "distca was built without nvcc: no libdistca_cuda"

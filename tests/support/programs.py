@@ -43,7 +43,7 @@ MISUSE = Program(
     ["-std=c++20", "-O1", *[f"-I{ROOT / folder}" for folder in ("tests/emulation", "cuda", "cpp")]],
 )
 #: All that runs on a GPU, with the emulated one. Of two headers with the same name the first in the path is used:
-#: instances.h as rewritten, hopper.h as emulated.
+#: hopper_instances.h as rewritten, hopper.h as emulated.
 EMULATED_GPU = Program(
     "emulated_gpu.so",
     emulated_gpu.sources,

@@ -2,10 +2,8 @@
 // TFLOP/s. It ends with 1 if a result is wrong, 2 if the device cannot run it.
 //
 // It stands alone: a machine with a GPU needs neither Python nor PyTorch for it. Arguments are names of problems, which
-// alone are run then.
-//   nvcc -std=c++20 -gencode arch=compute_90a,code=sm_90a -O3 --expt-relaxed-constexpr -I CUTLASS/include -I cuda
-//        -I cpp cuda/attention/*.cu cuda/attention/*.cpp cuda/attention/check/check_attention.cu
-//        cpp/transport/table.cpp -o check_attention
+// alone are run then, and --ampere for the kernels of compute capability 8.0 and later, on any such GPU. It is linked
+// with the objects of a build, as benchmarks/gpu_check.sh does.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -14,6 +12,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <optional>
 #include <random>
 #include <set>
 #include <string>
@@ -398,7 +397,9 @@ void run_setup(CudaAttention& kernel, const Setup& setup, std::mt19937& random) 
 }  // namespace
 
 int main(int num_arguments, char** arguments) {
-  const std::set<std::string> wanted(arguments + 1, arguments + num_arguments);
+  std::set<std::string> wanted(arguments + 1, arguments + num_arguments);
+  std::optional<attention::cuda::KernelFamily> family;
+  if (wanted.erase("--ampere") != 0) family = attention::cuda::KernelFamily::kAmpere;
   cudaDeviceProp device;
   check(cudaGetDeviceProperties(&device, 0), "looking for a CUDA device");
   std::setvbuf(stdout, nullptr, _IOLBF, 0);  // shows where a kernel hangs
@@ -427,7 +428,7 @@ int main(int num_arguments, char** arguments) {
       {"long", {32, 8, 128, 128, bf16}, full, 16384, 0.f, false},
   };
   try {
-    CudaAttention kernel(0);
+    CudaAttention kernel(0, family);
     std::mt19937 random(1);
     for (const Setup& setup : setups)
       if (wanted.empty() || wanted.contains(setup.name)) run_setup(kernel, setup, random);

@@ -103,11 +103,11 @@ def init(
         device: where the tensors are: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``. Steps on CUDA are queued on PyTorch's
             current stream and on one of the context's own. A fault there shows as NaN in what the steps return, and as
             an error of the next call or of `check`.
-        attention: what computes attention on a GPU, the same on all ranks. ``"own"`` is this library's kernels for
-            compute capability 9.0. ``"flash"`` is ATen's flash attention. ``"auto"`` is own where the GPU has such
-            kernels, and otherwise flash. The default is the environment's ``DISTCA_ATTENTION``, or auto if that is not
-            set. The CPU has one kernel. Of its instruction sets the group takes the weakest of those that its ranks
-            would choose, or the one that ``DISTCA_CPU_ISA`` forces on some.
+        attention: what computes attention on a GPU, the same on all ranks. ``"own"`` is this library's kernels,
+            ``"flash"`` is ATen's flash attention. ``"auto"`` is own on compute capability 9.0, and flash on other GPUs,
+            where the own kernels have not yet run. The default is the environment's ``DISTCA_ATTENTION``, or auto if
+            that is not set. The CPU has one kernel. Of its instruction sets the group takes the weakest of those that
+            its ranks would choose, or the one that ``DISTCA_CPU_ISA`` forces on some.
         put_ctas: on CUDA, the number of thread blocks that send rows. The default is as many as keep a link busy, by
             its bandwidth and latency.
         nsys: makes every operator of this context an NVTX range of its name (``distca::dispatch``), for Nsight Systems.

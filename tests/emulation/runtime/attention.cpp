@@ -16,6 +16,9 @@ namespace distca::attention::cuda {
 std::span<const HeadKernels> hopper_kernels_128() { return {}; }
 std::span<const HeadKernels> hopper_kernels_192() { return {}; }
 std::span<const HeadKernels> hopper_kernels_256() { return {}; }
+std::span<const HeadKernels> ampere_kernels_128() { return {}; }
+std::span<const HeadKernels> ampere_kernels_192() { return {}; }
+std::span<const HeadKernels> ampere_kernels_256() { return {}; }
 
 }  // namespace distca::attention::cuda
 

@@ -19,6 +19,7 @@ namespace {
 
 constexpr unsigned kWarp = 32;
 constexpr size_t kStack = 64 << 10, kMaxShared = 232448;  // 227 KB, of compute capability 9.0
+constexpr size_t kLeastShared = 101376;                   // 99 KB, of 8.6 and 8.9
 
 enum class State { kIdle, kRunning, kAtBarrier, kInExchange };
 
@@ -214,7 +215,8 @@ void check_launch(const Launch& how, const Kernel& kernel) {
   };
   must(size(how.grid) > 0 && how.grid.x <= 0x7fffffffu && how.grid.y < 65536 && how.grid.z < 65536, "a wrong grid");
   must(size(how.block) > 0 && size(how.block) <= 1024, "0 or more than 1024 threads a block");
-  must(how.shared_bytes <= kMaxShared, "too much shared memory");
+  const size_t most = compute_capability_major == 8 ? kLeastShared : kMaxShared;
+  must(how.shared_bytes <= most, "too much shared memory");
   load(kernel.address, kernel.name);
 }
 

@@ -191,9 +191,10 @@ runtime::DeviceFactory& factory_before() {
 extern "C" {
 
 /// From here on contexts as said above are on the emulated GPU; `own_attention`: with the library's own kernels for
-/// attention, else with the CPU's.
-DISTCA_EXPORT void use_emulated_gpu(bool own_attention) {
+/// attention, else with the CPU's. Its compute capability is `major`.0.
+DISTCA_EXPORT void use_emulated_gpu(bool own_attention, int major) {
   using namespace distca;
+  emulated_gpu::compute_capability_major = major;
   const auto make_backend =
       [own_attention](const std::string&, const std::string&,
                       const std::shared_ptr<transport::Streams>& streams) -> std::shared_ptr<runtime::Backend> {
@@ -210,6 +211,7 @@ DISTCA_EXPORT void use_emulated_gpu(bool own_attention) {
   };
   cuda::factory_before() = runtime::set_device_factory({make_backend, make_streams});
 }
+DISTCA_EXPORT int is_own_the_default() { return distca::cuda::distca_cuda_library()->is_own_the_default(0); }
 /// Ends that.
 DISTCA_EXPORT void leave_emulated_gpu() { distca::runtime::set_device_factory(distca::cuda::factory_before()); }
 

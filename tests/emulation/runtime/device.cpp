@@ -53,6 +53,9 @@ cudaError_t cudaSetDevice(int device) {
   return device == 0 ? cudaSuccess : emulated_gpu::report(cudaErrorInvalidValue);
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrComputeCapabilityMajor ? 9 : attribute == cudaDevAttrComputeCapabilityMinor ? 0 : 2;
+  const int major = emulated_gpu::compute_capability_major;
+  *value = attribute == cudaDevAttrComputeCapabilityMajor   ? major
+           : attribute == cudaDevAttrComputeCapabilityMinor ? 0
+                                                            : 2;
   return cudaSuccess;
 }

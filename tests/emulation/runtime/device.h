@@ -40,6 +40,9 @@ struct Place {
 };
 extern thread_local Place place;
 
+/// The GPU's compute capability is this one .0: 8 or 9.
+inline std::atomic<int> compute_capability_major = 9;
+
 struct Launch {
   dim3 grid;
   dim3 block;
@@ -57,7 +60,7 @@ struct Kernel {
 void start_kernel(const Launch& how, Kernel kernel);
 /// Ends the program if no GPU takes such a launch; loads the kernel.
 void check_launch(const Launch& how, const Kernel& kernel);
-/// The same for kernels written in the instructions of hopper.h: on the emulated machine.
+/// The same for kernels written in the instructions of hopper.h or ampere.h: on the emulated machine.
 void start_on_machine(const Launch& how, Kernel kernel);
 
 template <class... Arguments>

@@ -127,7 +127,7 @@ def _ends(lengths: Sequence[int]) -> list[int]:
 
 def kernel(device: str) -> str:
     """Chooses what computes: distca's own kernels if the device has some, and otherwise flash attention."""
-    own = device == "cpu" or (torch.cuda.get_device_capability() == (9, 0) and _C.cuda_status()[0])
+    own = device == "cpu" or (torch.cuda.get_device_capability() >= (8, 0) and _C.cuda_status()[0])
     return "own" if own else "flash"
 
 

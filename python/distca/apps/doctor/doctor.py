@@ -104,7 +104,7 @@ def _cuda() -> Finding:
 def _attention() -> Finding:
     """What computes attention on a GPU, and what decided that."""
     variable = os.environ.get("DISTCA_ATTENTION")
-    has_own = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and _C.cuda_status()[0]
+    has_own = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0) and _C.cuda_status()[0]
     finding = gpu.attention(variable, has_own, _activated())
     return replace(finding, absent=not torch.cuda.is_available())
 

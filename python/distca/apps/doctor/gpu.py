@@ -63,7 +63,9 @@ def attention(variable: str | None, has_own: bool, activated: str) -> Finding:
         return Finding(name, f"DISTCA_ATTENTION={variable}", False, advice)
     why = "the default" if variable is None else f"DISTCA_ATTENTION={variable}"
     if chosen == "own":
-        advice = "" if has_own else "these kernels need compute capability 9.0: unset DISTCA_ATTENTION"
+        advice = (
+            "" if has_own else "these kernels need compute capability 8.0 and libdistca_cuda: unset DISTCA_ATTENTION"
+        )
         return Finding(name, f"by distca's own kernels ({why})", has_own, advice)
     return Finding(name, f"by PyTorch's flash attention{activated} ({why})")
 

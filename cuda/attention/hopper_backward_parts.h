@@ -1,9 +1,9 @@
-// Backward of core attention: shared memory and the producer. The consumers come after it (backward_consumer.h).
+// Backward of core attention: shared memory and the producer. The consumers come after it (hopper_consumer.h).
 #pragma once
 
 #include <type_traits>
 
-#include "attention/cta_parts.h"
+#include "attention/hopper_parts.h"
 
 namespace distca::attention::cuda {
 
@@ -110,12 +110,6 @@ struct BackwardConfig {
   };
 };
 
-/// The document rows of a block's keys that are there.
-template <class Config>
-DISTCA_INLINE RowRange key_rows(const GroupEntry& group, int block) {
-  return {maximum(block * Config::kKeys, group.kv_begin), minimum((block + 1) * Config::kKeys, group.kv_end)};
-}
-
 template <class Config>
 struct BackwardProducer {
   static constexpr int kStages = Config::kStages, kKeys = Config::kKeys, kRows = Config::kRows;
@@ -138,7 +132,7 @@ struct BackwardProducer {
         s.known.begin = item.index * kKeys;
       }
       hopper::sync_warp();
-      const RowRange rows = key_rows<Config>(s.known.group, s.known.block);
+      const RowRange rows = key_rows(s.known.group, s.known.block, kKeys);
       load_keys(rows);
       // From the last tile on, which all blocks of a document see: their CTAs then load the same tiles at about the
       // same time, and one that waits for its turn at a tile waits for another that is there.

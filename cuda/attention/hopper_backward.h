@@ -44,7 +44,7 @@
 //   named kFirst/SecondStore  within a warpgroup: its turn to store dk or dv has come; it has stored them
 #pragma once
 
-#include "attention/backward_consumer.h"
+#include "attention/hopper_consumer.h"
 
 namespace distca::attention::cuda {
 

@@ -1,7 +1,7 @@
-// Backward of core attention: what its consumers have in common. The consumers themselves are in backward_kernel.h.
+// Backward of core attention: what its consumers have in common. The consumers themselves are in hopper_backward.h.
 #pragma once
 
-#include "attention/backward_parts.h"
+#include "attention/hopper_backward_parts.h"
 
 namespace distca::attention::cuda {
 
@@ -108,7 +108,7 @@ struct BackwardConsumer {
 
   template <bool kGradients, bool kMapped, bool kMasked>
   DISTCA_DEVICE void probabilities_of(const TileFacts<kRows>& facts) {
-    if constexpr (kMapped) map_products(facts);
+    if constexpr (kMapped) map_scores(p.scores[facts.scores].map, scores);
     if constexpr (!kMapped || !kGradients) exponentials<kMasked>(facts);
     if constexpr (kGradients) {
       hopper::stay_behind(scores, &s.nowhere);
@@ -121,12 +121,6 @@ struct BackwardConsumer {
       }
       store_gradients();
     }
-  }
-
-  DISTCA_DEVICE void map_products(const TileFacts<kRows>& facts) {
-    const ScoreMap& map = p.scores[facts.scores].map;
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) scores[i] = mapped_score(map, scores[i]);
   }
 
   template <bool kMasked>
@@ -280,40 +274,9 @@ struct BackwardConsumer {
   template <int kSums>
   DISTCA_DEVICE void store_keys(const WorkItem& item, const float (&sums)[kSums], float factor, int columns,
                                 RowView RunEntry::* view) {
-    store_key<kSums, 0>(item, sums, factor, columns, view);
-    store_key<kSums, 1>(item, sums, factor, columns, view);
-  }
-
-  template <int kSums, int kRow>
-  DISTCA_DEVICE void store_key(const WorkItem& item, const float (&sums)[kSums], float factor, int columns,
-                               RowView RunEntry::* view) {
-    const GroupEntry& group = p.groups[item.group];
-    const int row = item.index * kKeys + first_key_of_thread() + 8 * kRow;
-    if (row < group.kv_begin || row >= group.kv_end) return;
-    int first = group.run_begin, last = group.run_end - 1;
-    while (first < last) {  // finds the first run that ends after the row
-      const int middle = (first + last) / 2;
-      if (p.runs[middle].end > row)
-        last = middle;
-      else
-        first = middle + 1;
-    }
-    const RunEntry& run = p.runs[first];
-    const bool floats = run.dtype == DType::kFloat32;
-    const int begin = pass() * 2 * kSums, first_column = begin + first_row_of_thread();
-    std::byte* dst = address(run.*view, row - run.begin, item.kv_head) + first_column * (floats ? 4 : 2);
-#pragma unroll
-    for (int j = 0; j < kSums / 4; ++j) {
-      if (begin + 8 * j >= columns) break;
-      const float x = hopper::product(sums[4 * j + 2 * kRow], factor);
-      const float y = hopper::product(sums[4 * j + 2 * kRow + 1], factor);
-      if (run.is_added != 0)
-        hopper::add_global(reinterpret_cast<float*>(dst + j * 32), x, y);
-      else if (floats)
-        *reinterpret_cast<FloatPair*>(dst + j * 32) = {x, y};
-      else
-        *reinterpret_cast<uint32_t*>(dst + j * 16) = hopper::pack<Element>(x, y);
-    }
+    const auto first_key = [&] { return item.index * kKeys + first_key_of_thread(); };
+    store_key<Element, 0>(p, item, first_key, sums, factor, pass() * 2 * kSums, columns, view);
+    store_key<Element, 1>(p, item, first_key, sums, factor, pass() * 2 * kSums, columns, view);
   }
 };
 

@@ -25,7 +25,7 @@
 // an item.
 #pragma once
 
-#include "attention/cta_parts.h"
+#include "attention/hopper_parts.h"
 
 namespace distca::attention::cuda {
 
@@ -59,27 +59,6 @@ struct ForwardConfig {
   };
 };
 
-/// A tile's rows and the keys that they see.
-struct ForwardTile {
-  RowRange rows;
-  RowRange keys;
-  RowRange keys_of_all;  // those that every row sees
-  int begin_block;
-  int end_block;
-  int scores;  // the group's
-};
-
-template <class Config>
-DISTCA_INLINE ForwardTile forward_tile(const KernelParams& p, const WorkItem& item) {
-  const RowRange rows = tile_tokens(p, p.tasks[item.task], item.index);
-  const GroupEntry& group = p.groups[item.group];
-  const GroupMask mask = p.mask_of(group);
-  const RowRange keys = visible_keys(mask, rows, group);
-  return {
-      rows,        keys, keys_of_all(mask, rows, group), keys.begin / Config::kKeys, ceil_div(keys.end, Config::kKeys),
-      group.scores};
-}
-
 template <class Config>
 struct ForwardProducer {
   static constexpr int kKeys = Config::kKeys;
@@ -104,7 +83,7 @@ struct ForwardProducer {
   DISTCA_DEVICE void run() {
     for (int index; (index = take_item(p, s.items, items)) < p.num_items();) {
       const WorkItem item = p.items[index];
-      const ForwardTile tile = forward_tile<Config>(p, item);
+      const ForwardTile tile = forward_tile(p, item, Config::kKeys);
       begin_item(item, tile);
       // As the consumers use them: the values of a block come after the keys of the next one. The first keys come while
       // they still use the tile of queries before.
@@ -180,11 +159,8 @@ struct ForwardConsumer {
   float scores[kKeys / 2];
   float out[kOutColumns / 2];
   uint32_t probs[kKeys / 16][4];
-  // For each row: the maximum of the mapped scores so far, this thread's part of the sum, and the keys that it sees.
-  float row_max[2];
-  float row_sum[2];
-  float rescale[2];
-  RowRange visible[2];
+  SoftmaxRows softmax;
+  RowRange visible[2];  // keys that each of the thread's rows sees
 
   DISTCA_DEVICE ForwardConsumer(const KernelParams& params, typename Config::Shared& shared) : p(params), s(shared) {}
 
@@ -211,7 +187,7 @@ struct ForwardConsumer {
   }
 
   DISTCA_DEVICE void work(const WorkItem& item) {
-    const ForwardTile tile = forward_tile<Config>(p, item);
+    const ForwardTile tile = forward_tile(p, item, Config::kKeys);
     begin_rows(item, tile);
     s.q_stages.full[0].wait(q.parity());
 
@@ -223,7 +199,7 @@ struct ForwardConsumer {
     hopper::pin(scores);
     release(s.k_stages.empty[k.stage()]);
     k.advance();
-    softmax(tile, tile.begin_block);
+    to_probabilities(tile, tile.begin_block);
     pack_probs();
 
     for (int block = tile.begin_block + 1; block < tile.end_block; ++block) {
@@ -237,7 +213,7 @@ struct ForwardConsumer {
       hopper::pin(scores);
       release(s.k_stages.empty[k.stage()]);
       k.advance();
-      softmax(tile, block);
+      to_probabilities(tile, block);
       hopper::wait_groups<0>();
       hopper::pin(out);
       hopper::pin(probs);
@@ -257,21 +233,17 @@ struct ForwardConsumer {
     hopper::pin(out);
     release(s.v_stages.empty[v.stage()]);
     v.advance();
-    store(item, tile);
+    softmax.template store<Element, kOutColumns>(
+        p, item, tile.scores, tile.rows, out, [] { return first_row_of_thread(); }, [] { return first_column(); });
   }
 
   DISTCA_DEVICE void begin_rows(const WorkItem& item, const ForwardTile& tile) {
+    softmax.begin();
     const GroupEntry& group = p.groups[item.group];
     const GroupMask mask = p.mask_of(group);
     const int row = first_row_of_thread();
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int token = tile.rows.begin + (row + 8 * i) / p.group_heads;
-      row_max[i] = -kInfinity;
-      row_sum[i] = 0.f;
-      visible[i] =
-          token < tile.rows.end ? RowRange{mask.first_key(token), mask.end_key(token, group.kv_end)} : RowRange{0, 0};
-    }
+    for (int i = 0; i < 2; ++i) visible[i] = visible_of(p, group, mask, tile.rows, row + 8 * i);
 #pragma unroll
     for (int i = 0; i < kOutColumns / 2; ++i) out[i] = 0.f;
   }
@@ -304,45 +276,10 @@ struct ForwardConsumer {
     hopper::end_group();
   }
 
-  /// Turns scores of a block into probabilities relative to the new maximum. `rescale` becomes the factor on older
-  /// sums.
-  DISTCA_DEVICE void softmax(const ForwardTile& tile, int block) {
-    const int begin = block * kKeys, first_key = begin + lane_of_warp() % 4 * 2;
-    const ScoreMap& map = p.scores[tile.scores].map;
-    if (maps_scores(map)) {
-#pragma unroll
-      for (int i = 0; i < kKeys / 2; ++i) scores[i] = mapped_score(map, scores[i]);
-    }
-    if (begin < tile.keys_of_all.begin || begin + kKeys > tile.keys_of_all.end) {
-#pragma unroll
-      for (int i = 0; i < kKeys / 2; ++i) {
-        const RowRange& see = visible[i / 2 % 2];
-        const int key = first_key + i / 4 * 8 + i % 2;
-        if (key < see.begin || key >= see.end) scores[i] = -kInfinity;
-      }
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float highest = row_max[r];
-#pragma unroll
-      for (int i = 2 * r; i < kKeys / 2; i += 4) highest = fmaxf(highest, fmaxf(scores[i], scores[i + 1]));
-      highest = fmaxf(highest, hopper::shuffle_xor(highest, 1));
-      highest = fmaxf(highest, hopper::shuffle_xor(highest, 2));
-      // A row that has seen nothing yet takes exponents of -inf, not of -inf + inf.
-      const float base = highest == -kInfinity ? 0.f : hopper::product(highest, map.exponent_scale);
-      // This takes the rounded products; therefore an unchanged maximum gives 1.
-      rescale[r] = hopper::exp2_fast(hopper::product(row_max[r], map.exponent_scale) - base);
-      row_max[r] = highest;
-      float sum = 0.f;
-#pragma unroll
-      for (int i = 2 * r; i < kKeys / 2; i += 4) {
-        scores[i] = hopper::exp2_fast(hopper::fused(scores[i], map.exponent_scale, -base));
-        scores[i + 1] = hopper::exp2_fast(hopper::fused(scores[i + 1], map.exponent_scale, -base));
-        sum += scores[i];
-        sum += scores[i + 1];
-      }
-      row_sum[r] = hopper::fused(row_sum[r], rescale[r], sum);
-    }
+  DISTCA_DEVICE void to_probabilities(const ForwardTile& tile, int block) {
+    softmax.template to_probabilities<kKeys>(
+        p.scores[tile.scores].map, tile.keys_of_all, block, [&](int r) -> const RowRange& { return visible[r]; },
+        scores);
   }
 
   DISTCA_DEVICE void pack_probs() {
@@ -354,35 +291,7 @@ struct ForwardConsumer {
 
   DISTCA_DEVICE void rescale_out() {
 #pragma unroll
-    for (int i = 0; i < kOutColumns / 2; ++i) out[i] = hopper::product(out[i], rescale[i / 2 % 2]);
-  }
-
-  /// Divides by the sums and writes out, the log-sum-exp and, where somebody asks, the largest scores.
-  DISTCA_DEVICE void store(const WorkItem& item, const ForwardTile& tile) {
-    const TaskEntry& task = p.tasks[item.task];
-    const float exponent_scale = p.scores[tile.scores].map.exponent_scale;
-    constexpr float kLn2 = 0.6931471805599453f;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = first_row_of_thread() + 8 * r, head = item.kv_head * p.group_heads + row % p.group_heads;
-      const int token = tile.rows.begin + row / p.group_heads;
-      const bool valid = token < tile.rows.end;
-      float sum = row_sum[r];
-      sum += hopper::shuffle_xor(sum, 1);
-      sum += hopper::shuffle_xor(sum, 2);
-      const float factor = sum == 0.f ? 0.f : 1.f / sum;
-      store_row<Element, kOutColumns>(out, r, factor,
-                                      address(task.out, token - task.q_begin, head) + first_column() * 2,
-                                      p.v_dim - first_column(), valid, lane_of_warp());
-      if (valid && lane_of_warp() % 4 == 0 && first_column() == 0) {
-        const float highest = hopper::product(row_max[r], exponent_scale);  // a power of two
-        const float lse = sum == 0.f ? -kInfinity : highest * kLn2 + logf(sum);
-        *reinterpret_cast<float*>(address(task.lse, token - task.q_begin, head)) = lse;
-        // The sum of a row whose scores are no numbers is none.
-        if (task.max_logits != nullptr)
-          raise_maximum(task.max_logits + head, sum == sum ? score_of(p.scores[tile.scores], row_max[r]) : sum);
-      }
-    }
+    for (int i = 0; i < kOutColumns / 2; ++i) out[i] = hopper::product(out[i], softmax.rescale[i / 2 % 2]);
   }
 };
 

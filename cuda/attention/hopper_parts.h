@@ -3,11 +3,11 @@
 #pragma once
 
 #include "attention/hopper.h"
+#include "attention/row_parts.h"
 #include "attention/tables.h"
 
 namespace distca::attention::cuda {
 
-inline constexpr int kWarp = 32;
 inline constexpr int kWarpgroup = 128;
 /// One warpgroup produces, with one warp of it, because the copy engine does the work; in backward two more add dq. Two
 /// warpgroups consume.
@@ -25,7 +25,6 @@ inline constexpr int kRowBytes = kBoxColumns * 2;
 inline constexpr int kInnerStep = 16;
 /// Bytes between chunks of an operand whose columns are the inner dimension. The hardware ignores it, but CuTe sets it.
 inline constexpr int kNoChunk = 16;
-inline constexpr float kInfinity = __builtin_huge_valf();
 
 /// Named barriers.
 enum NamedBarrier : int {
@@ -60,9 +59,6 @@ struct AnyRing {
   DISTCA_DEVICE int parity() const { return at < kStages ? 0 : 1; }
   DISTCA_DEVICE void advance() { at = at + 1 == 2 * kStages ? 0 : at + 1; }
 };
-
-/// The lane of this thread. It is computed anew each time and not kept in a register.
-DISTCA_DEVICE int lane_of_warp() { return hopper::thread_of_cta() % kWarp; }
 
 /// Barriers of a ring. full: the producer has filled the stage. empty: all consumer warps are done with it.
 template <int kStages>
@@ -227,72 +223,6 @@ DISTCA_DEVICE void load_queries(const KernelParams& p, const TensorMap* map, int
 template <int kChunks>
 DISTCA_DEVICE int query_bytes(const KernelParams& p) {
   return kChunks * kRowBytes * p.tile_rows();
-}
-
-/// Two neighbouring elements of a row of fp32.
-struct alignas(8) FloatPair {
-  float x, y;
-};
-
-/// Takes a number into a maximum that all threads of the GPU share. Most threads only look.
-DISTCA_DEVICE void raise_maximum(float* p, float value) {
-  const float now = hopper::load_relaxed(p);
-  if (value <= now || now != now) return;
-  const MaximumWord w = maximum_word(value);
-  if (w.is_signed)
-    hopper::keep_larger(reinterpret_cast<int*>(p), static_cast<int>(w.word));
-  else
-    hopper::keep_smaller(reinterpret_cast<unsigned*>(p), w.word);
-}
-
-/// The mapped product of a query and a key, before exponent_scale.
-DISTCA_DEVICE float mapped_score(const ScoreMap& map, float x) {
-  if (map.cap == 0.f) return hopper::product(map.sign, x);
-  // tanh(y) = 1 - 2 / (exp(2 y) + 1)
-  constexpr float kTwoLog2E = 2.885390081777927f;
-  const float e = hopper::exp2_fast(hopper::product(hopper::product(map.cap_scale, kTwoLog2E), x));
-  return hopper::product(map.cap, hopper::fused(-2.f, hopper::reciprocal(e + 1.f), 1.f));
-}
-DISTCA_DEVICE bool maps_scores(const ScoreMap& map) { return map.cap != 0.f || map.sign != 1.f; }
-
-/// Exchanges what four neighbouring lanes have of 32 columns of a row of products. Before, words.x[j] of a lane are
-/// columns 8 j + lane % 4 * 2 and the next one. Afterwards the four words of a lane are columns 8 (lane % 4) to 8 (lane
-/// % 4) + 7.
-DISTCA_DEVICE hopper::Words4 gather_columns(hopper::Words4 words, int lane) {
-  // This is a transposition of 4 x 4 words: first of pairs, then of pairs of pairs.
-  const bool odd = (lane & 1) != 0, high = (lane & 2) != 0;
-#pragma unroll
-  for (int j = 0; j < 4; j += 2) {
-    const uint32_t other = hopper::shuffle_xor(odd ? words.x[j] : words.x[j + 1], 1);
-    words.x[j] = odd ? other : words.x[j];
-    words.x[j + 1] = odd ? words.x[j + 1] : other;
-  }
-#pragma unroll
-  for (int j = 0; j < 2; ++j) {
-    const uint32_t other = hopper::shuffle_xor(high ? words.x[j] : words.x[j + 2], 2);
-    words.x[j] = high ? other : words.x[j];
-    words.x[j + 2] = high ? words.x[j + 2] : other;
-  }
-  return words;
-}
-
-/// Writes the first `columns` of row `i` (0 or 1) of a thread's part of `sums`, times `factor`, to dst, rounded to
-/// Element. All four lanes of a row call it with the same arguments but for `sums`.
-template <class Element, int kColumns>
-DISTCA_DEVICE void store_row(const float (&sums)[kColumns / 2], int i, float factor, std::byte* dst, int columns,
-                             bool valid, int lane) {
-#pragma unroll
-  for (int part = 0; part < kColumns / 32; ++part) {
-    hopper::Words4 words;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int at = 4 * (4 * part + j) + 2 * i;
-      words.x[j] = hopper::pack<Element>(hopper::product(sums[at], factor), hopper::product(sums[at + 1], factor));
-    }
-    words = gather_columns(words, lane);
-    const int column = 32 * part + 8 * (lane % 4);
-    if (valid && column < columns) hopper::store_global(dst + column * 2, words);
-  }
 }
 
 }  // namespace distca::attention::cuda

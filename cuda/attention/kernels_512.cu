@@ -1,7 +1,0 @@
-#include "attention/instances.h"
-
-namespace distca::attention::cuda {
-
-std::span<const HeadKernels> hopper_kernels_512() { return head_kernels<512, 512>(); }
-
-}  // namespace distca::attention::cuda
