@@ -15,6 +15,7 @@ import torch
 from hypothesis import settings
 
 from distca.connect.collections_paused import collections_paused
+from distca.registry import open_contexts
 from emulation import emulated_gpu
 from support import gpus
 from support.programs import EMULATED_GPU
@@ -62,6 +63,15 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _contexts_are_closed() -> Iterator[None]:
+    """Closes the contexts that a test leaves open. The next one could find them (`open_contexts`)."""
+    before = set(open_contexts)
+    yield
+    for name in set(open_contexts) - before:
+        open_contexts[name].close()
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <set>
 #include <string>
+#include <utility>
 
 #include "common/dtype.h"
 
@@ -29,6 +30,7 @@ void Machine::run_thread() {
 
 void Machine::run(int num_ctas, int num_threads, size_t shared_bytes, const std::function<void(std::byte*)>& body) {
   constexpr size_t kStack = 128 << 10, kAlignment = 1024;
+  constexpr int kMostMisses = 7;
   shared_bytes = (shared_bytes + kAlignment - 1) / kAlignment * kAlignment;
   machine = this;
   body_ = &body;
@@ -55,33 +57,51 @@ void Machine::run(int num_ctas, int num_threads, size_t shared_bytes, const std:
       fiber.stack = std::make_unique<Stack>(kStack, [this] { run_thread(); });
     }
   }
-  std::vector<Fiber*> alive;
-  for (auto& fiber : fibers_) alive.push_back(fiber.get());
+  // What a fiber waits for is looked at less often the longer it waits.
+  struct Alive {
+    Fiber* fiber;
+    int rounds;  // until it is looked at
+    int misses;
+  };
+  std::vector<Alive> alive;
+  for (auto& fiber : fibers_) alive.push_back({fiber.get(), 0, 0});
   while (!alive.empty()) {
-    bool moved = false;
-    // From a random warp on, so that no order of warps is the only one that is tried.
-    std::rotate(alive.begin(), alive.begin() + static_cast<long>(random() % alive.size()), alive.end());
-    for (Fiber* fiber : alive) {
-      if (fiber->nap > 0) {
-        --fiber->nap;
-        moved = true;
+    bool moved = false, skipped = false, finished = false;
+    // From a random one on, so that no order of warps is the only one that is tried.
+    const size_t first = random() % alive.size();
+    for (size_t i = 0; i < alive.size(); ++i) {
+      Alive& one = alive[first + i < alive.size() ? first + i : first + i - alive.size()];
+      if (one.rounds > 0) {
+        --one.rounds;
+        skipped = true;
         continue;
       }
-      if (fiber->ready && !fiber->ready()) continue;
+      Fiber* const fiber = one.fiber;
+      if (fiber->ready && !fiber->ready()) {
+        one.misses = one.rounds = std::min(2 * one.misses + 1, kMostMisses);
+        continue;
+      }
       fiber->ready = nullptr;
       current_ = fiber;
       moved = true;
       fiber->stack->resume();
+      one.misses = 0;
+      one.rounds = std::exchange(fiber->nap, 0);
+      finished |= fiber->finished;
     }
-    std::erase_if(alive, [](const Fiber* f) { return f->finished; });
+    if (finished) std::erase_if(alive, [](const Alive& one) { return one.fiber->finished; });
     moved |= run_pending(false);
     for (auto& cta : ctas_) moved |= run_products(*cta, false);
     if (moved) continue;
+    if (skipped) {
+      for (Alive& one : alive) one.rounds = 0;
+      continue;
+    }
     moved = run_pending(true);
     for (auto& cta : ctas_) moved |= run_products(*cta, true);
     if (moved || alive.empty()) continue;
     std::set<std::string> waits;  // lanes of a warp may wait for different things
-    for (const Fiber* fiber : alive)
+    for (const auto& [fiber, rounds, misses] : alive)
       waits.insert("\n  " + std::to_string(fiber->cta->index) + "." + std::to_string(fiber->thread / kWarpThreads) +
                    " " + fiber->awaited);
     std::string waiting = "nothing can go on; of CTA.warp wait for";
@@ -275,8 +295,8 @@ void load_matrices(const Lanes& lanes) {
 }
 
 /// mma.m16n8k16 with fp32 sums.
+template <float (*value)(uint16_t)>
 void multiply(const Lanes& lanes) {
-  const auto value = lanes[0]->bfloat16 ? distca::bf16_to_float : distca::fp16_to_float;
   float a[16][16], b[16][8], sums[16][8];
   for (int lane = 0; lane < kWarpThreads; ++lane) {
     const LaneInstruction& x = *lanes[lane];
@@ -309,7 +329,7 @@ void execute(const WarpInstructions& warp) {
       if (lanes[lane]->kind != lanes[0]->kind) fail("the lanes of a warp execute different instructions");
     }
     if (lanes[0]->kind == LaneInstruction::kMultiply)
-      multiply(lanes);
+      lanes[0]->bfloat16 ? multiply<distca::bf16_to_float>(lanes) : multiply<distca::fp16_to_float>(lanes);
     else
       load_matrices(lanes);
   }

@@ -119,7 +119,7 @@ struct Fiber {
   bool finished = false;
   std::function<bool()> ready;  // empty: can go on
   const char* awaited = "";
-  int nap = 0;                // rounds of the scheduler that it misses, as a thread that is late
+  int nap = 0;                // rounds of the scheduler that it misses next, as a thread that is late
   std::vector<size_t> marks;  // the places of Cta::unfenced where it has stored since its last fence
   bool may_multiply = false;  // products have been begun, and their group has not ended
   // Products this thread has started, groups it has ended.

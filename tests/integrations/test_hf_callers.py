@@ -263,8 +263,6 @@ def test_generation_with_a_static_cache_is_that_of_sdpa(kind: str, options: dict
 def test_training_without_a_plan_is_refused_whatever_the_context_is_called(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for other in list(open_contexts):  # that a test before has left open
-        monkeypatch.delitem(open_contexts, other)
     context: Any = SimpleNamespace(num_ranks=2, rank=1, _core=None)
     monkeypatch.setitem(open_contexts, name, context)
     model = _model()
