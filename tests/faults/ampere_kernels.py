@@ -126,13 +126,6 @@ FAULTS = [
         (STEPS,),
     ),
     Fault(
-        "CUDA 8.0: maps are made for a copy engine",
-        "cuda/attention/cuda_attention.cpp",
-        "if (state_->family == KernelFamily::kHopper) state_->encode_tiled",
-        "if (state_->num_sms > 0) state_->encode_tiled",
-        (STEPS,),
-    ),
-    Fault(
         "CUDA 8.0: own kernels compute where nobody chose them",
         "cuda/runtime/library.cpp",
         "return capability(device) == 90;",
