@@ -68,7 +68,7 @@ struct AmpereBackwardConfig {
     int first_tile;
     int index;  // of the item
   };
-  static_assert(sizeof(Shared) <= kLeastSharedMemory);
+  static_assert(sizeof(Shared) + alignof(Shared) <= kLeastSharedMemory);
 };
 
 /// Keys [begin, end) of a block of up to 64, as one word: the low half and the high one.
@@ -140,12 +140,6 @@ struct AmpereBackward {
 #pragma unroll 1
     for (int i = 0; i < item.num_tiles; ++i) step(item, group, i);
     ampere::wait_copies<0>();  // of the keys, where no tile sees them
-  }
-
-  template <int kSums>
-  static DISTCA_DEVICE void clear(float (&sums)[kSums]) {
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) sums[i] = 0.f;
   }
 
   // ---- what is loaded
@@ -283,15 +277,6 @@ struct AmpereBackward {
       const FloatPair delta = pair_of(s.delta[stage], first_row_of_thread() + j * 2);
 #pragma unroll
       for (int e = 0; e < 4; ++e) dprobs[j + e] -= e % 2 == 0 ? delta.x : delta.y;
-    }
-  }
-  static DISTCA_DEVICE void scale_by_slope(const ScoreMap& map, const float (&scores)[kScores],
-                                           float (&dprobs)[kScores]) {
-    const float inverse = map.cap != 0.f ? 1.f / map.cap : 0.f;  // without a cap the slope is 1
-#pragma unroll
-    for (int j = 0; j < kScores; ++j) {
-      const float t = gpu::product(scores[j], inverse);
-      dprobs[j] = gpu::product(dprobs[j], gpu::fused(-t, t, 1.f));
     }
   }
   DISTCA_DEVICE void exponentials(int stage, bool is_masked, float exponent_scale, float (&scores)[kScores]) const {

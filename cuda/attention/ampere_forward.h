@@ -56,7 +56,7 @@ struct AmpereForwardConfig {
     ForwardItem items[2];     // this item and the next one, which thread 0 may be at already
     int index;                // of the item
   };
-  static_assert(sizeof(Shared) <= kLeastSharedMemory);
+  static_assert(sizeof(Shared) + alignof(Shared) <= kLeastSharedMemory);
 };
 
 template <class Config>

@@ -35,8 +35,6 @@ template <class Element, int kDim, int kValueDim>
 HeadKernels ampere_head_kernels(DType dtype) {
   using Forward = AmpereForwardConfig<Element, kDim, kValueDim>;
   using Backward = AmpereBackwardConfig<Element, kDim, kValueDim>;
-  static_assert(sizeof(typename Forward::Shared) + alignof(typename Forward::Shared) <= kLeastSharedMemory);
-  static_assert(sizeof(typename Backward::Shared) + alignof(typename Backward::Shared) <= kLeastSharedMemory);
   return {dtype,
           kDim,
           kValueDim,

@@ -5,12 +5,6 @@
 
 namespace distca::attention::cuda {
 
-template <int kRegisters>
-DISTCA_DEVICE void clear(float (&sums)[kRegisters]) {
-#pragma unroll
-  for (int i = 0; i < kRegisters; ++i) sums[i] = 0.f;
-}
-
 /// The common part of the consumers: their work on a tile of queries and 64 keys. A thread has two keys, eight apart.
 template <class Config>
 struct BackwardConsumer {
@@ -116,7 +110,7 @@ struct BackwardConsumer {
       hopper::pin(dprobs);
       subtract_delta(facts);
       if constexpr (kMapped) {
-        scale_by_slope(facts);
+        scale_by_slope(p.scores[facts.scores].map, scores, dprobs);
         exponentials<kMasked>(facts);
       }
       store_gradients();
@@ -153,15 +147,6 @@ struct BackwardConsumer {
   /// What two neighbouring rows have; the first is even.
   static DISTCA_DEVICE FloatPair pair_of(const float (&of_rows)[kRows], int row) {
     return *reinterpret_cast<const FloatPair*>(&of_rows[row]);
-  }
-  DISTCA_DEVICE void scale_by_slope(const TileFacts<kRows>& facts) {
-    const ScoreMap& map = p.scores[facts.scores].map;
-    const float inverse = map.cap != 0.f ? 1.f / map.cap : 0.f;  // without a cap the slope is 1
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      const float t = hopper::product(scores[i], inverse);
-      dprobs[i] = hopper::product(dprobs[i], hopper::fused(-t, t, 1.f));
-    }
   }
   DISTCA_DEVICE void store_gradients() {
     if constexpr (Config::kReleasesEarly) hopper::sync_named(kScoresRead, kConsumers);

@@ -50,6 +50,23 @@ DISTCA_DEVICE void map_scores(const ScoreMap& map, float (&scores)[kNumber]) {
 }
 DISTCA_DEVICE bool maps_scores(const ScoreMap& map) { return map.cap != 0.f || map.sign != 1.f; }
 
+/// Multiplies gradients of mapped scores by the slope of the map.
+template <int kNumber>
+DISTCA_DEVICE void scale_by_slope(const ScoreMap& map, const float (&scores)[kNumber], float (&gradients)[kNumber]) {
+  const float inverse = map.cap != 0.f ? 1.f / map.cap : 0.f;  // without a cap the slope is 1
+#pragma unroll
+  for (int i = 0; i < kNumber; ++i) {
+    const float t = gpu::product(scores[i], inverse);
+    gradients[i] = gpu::product(gradients[i], gpu::fused(-t, t, 1.f));
+  }
+}
+
+template <int kRegisters>
+DISTCA_DEVICE void clear(float (&sums)[kRegisters]) {
+#pragma unroll
+  for (int i = 0; i < kRegisters; ++i) sums[i] = 0.f;
+}
+
 /// Exchanges what four neighbouring lanes have of 32 columns of a row of products. Before, words.x[j] of a lane are
 /// columns 8 j + lane % 4 * 2 and the next one. Afterwards the four words of a lane are columns 8 (lane % 4) to 8 (lane
 /// % 4) + 7.

@@ -22,8 +22,8 @@ def _scheduler() -> Sequence[Path]:
     return [path for path in sorted((ROOT / "cpp/plan").glob("*.cpp")) if path.name != "validate.cpp"]
 
 
-#: The CUDA kernels of attention. The first folder has the emulated hopper.h, which is therefore found before
-#: cuda/attention/hopper.h.
+#: The CUDA kernels of attention. The first folder has the emulated gpu.h, hopper.h and ampere.h, which are therefore
+#: found before those of cuda/attention.
 RUN_KERNELS = Program(
     "run_kernels",
     [
@@ -43,7 +43,7 @@ MISUSE = Program(
     ["-std=c++20", "-O1", *[f"-I{ROOT / folder}" for folder in ("tests/emulation", "cuda", "cpp")]],
 )
 #: All that runs on a GPU, with the emulated one. Of two headers with the same name the first in the path is used:
-#: hopper_instances.h as rewritten, hopper.h as emulated.
+#: launch.h and the instances as rewritten, the instructions as emulated.
 EMULATED_GPU = Program(
     "emulated_gpu.so",
     emulated_gpu.sources,
