@@ -107,9 +107,9 @@ def core_attention(
     else:
         check_rows("core_attention", q, plan)
         scale, softcap = as_numbers(scale, softcap)
-        if plan.in_parts or in_half():
-            asked: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "deterministic": deterministic}
-            return core_attention_in_parts(q, k, v, call, context=context, max_logits=max_logits, **asked)
+    if plan.in_parts or in_half():
+        asked: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "deterministic": deterministic}
+        return core_attention_in_parts(q, k, v, call, context=context, max_logits=max_logits, **asked)
     finder = finder_of(context)
     finds = max_logits or finder is not None
     q, k, v = as_autocast(q, k, v)

@@ -14,6 +14,7 @@ PARTS_MISTAKES = "tests/runtime/test_steps_in_parts_mistakes.py"
 INTERRUPTS = "tests/runtime/test_interrupts.py"
 UNFINISHED = "tests/runtime/test_steps_left_unfinished.py"
 PING_PONG = "tests/operators/test_ping_pong.py"
+PING_PONG_COMPILED = "tests/operators/test_ping_pong_compiled.py"
 PING_PONG_WRAPPERS = "tests/operators/test_ping_pong_wrappers.py"
 LATE = "tests/runtime/test_late_results.py"
 STREAM_ORDER = "tests/runtime/test_stream_order.py"
@@ -428,6 +429,27 @@ FAULTS = [
         "    module.set_reshard_after_forward(False, recurse=False)",
         "    pass",
         (PING_PONG_WRAPPERS,),
+    ),
+    Fault(
+        "compiled code in a half gives no turn away",
+        "python/distca/ops.py",
+        "    if plan.in_parts or in_half():",
+        "    if not torch.compiler.is_compiling() and (plan.in_parts or in_half()):",
+        (PING_PONG_COMPILED,),
+    ),
+    Fault(
+        "compiled code that finds its plan elsewhere gives no turn away",
+        "python/distca/ops.py",
+        "    if plan.in_parts or in_half():",
+        "    if plan.in_parts or (not torch.compiler.is_compiling() and in_half()):",
+        (PING_PONG_COMPILED,),
+    ),
+    Fault(
+        "a half does not count what compiled layers call",
+        "python/distca/pingpong/turns.py",
+        "        half.calls += 1",
+        "        half.calls += 0",
+        (PING_PONG_COMPILED,),
     ),
     Fault(
         "a half is labelled with rows of the other",

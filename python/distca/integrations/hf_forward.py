@@ -41,7 +41,7 @@ from distca.integrations.hf_models import (
 )
 from distca.integrations.hf_recurrent import cut_document, ran_by_document
 from distca.integrations.hf_rope import depends_on_longest
-from distca.pingpong.turns import in_half
+from distca.pingpong.turns import calls_of_half
 from distca.planner.layout import PADDING, Layout
 from distca.planner.plan import Plan, Plans
 from distca.planner.plan_source import PlanSource
@@ -122,7 +122,7 @@ def with_plan(
     if takes_keywords:  # the plan then also reaches compiled layers
         kwargs |= {"plan": plan, "distca_context": context}
     forward = _Forward()
-    before = 0 if found is None else found.step
+    before, before_in_half = 0 if found is None else found.step, calls_of_half() or 0
     with using(plan, context=context):
         token = _forward.set(forward)
         try:
@@ -138,7 +138,10 @@ def with_plan(
     )
     # Compiled layers cannot count. But in a half of a ping-pong the context's steps are those of both halves, and in a
     # tick those of the deepest stage.
-    calls = forward.calls if found is None or in_half() or isinstance(plan, PlanSource) else found.step - before
+    if (of_half := calls_of_half()) is not None:
+        calls = of_half - before_in_half
+    else:
+        calls = forward.calls if found is None or isinstance(plan, PlanSource) else found.step - before
     _check_calls(model, calls)
     return output
 

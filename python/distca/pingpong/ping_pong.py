@@ -41,6 +41,7 @@ class _Half:
         self._greenlet.gr_context = contextvars.copy_context()
         self._step: Step | None = None
         self._inference = torch.is_inference_mode_enabled()
+        self.calls = 0
         self.state = state
         self.result: Any = None
 
@@ -147,8 +148,10 @@ class PingPong(torch.nn.Module):
     DDP goes around it (``DistributedDataParallel(PingPong(model))``). FSDP2's ``fully_shard`` is applied to layers, and
     to the model or to this module. With FSDP2 (torch >= 2.13) a layer's weights must stay until both halves have left
     the layer. Therefore this module sets ``reshard_after_forward=False``; `unsharded_bytes` says what that costs.
-    FSDP1 and DeepSpeed's ZeRO-3 would free them, and are refused. torch.compile is refused, because compiled code
-    cannot give the turn away.
+    FSDP1 and DeepSpeed's ZeRO-3 would free them, and are refused.
+
+    The model, or layers of it, may be compiled. torch.compile then breaks its graphs at core attention, because a graph
+    cannot give the turn away; ``fullgraph=True`` is therefore an error of torch. This module itself is not compiled.
 
     Args:
         model: any module, on one device.
@@ -204,8 +207,6 @@ def prepare(model: torch.nn.Module) -> int:
 
     for name, module in model.named_modules():
         what = f"{name or 'the model'} ({type(module).__name__}) is"
-        if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
-            raise InvalidArgumentError(_COMPILED.format(what))
         if isinstance(module, DistributedDataParallel):
             raise InvalidArgumentError(
                 f"ping-pong: {what} inside; a gradient would be reduced before both halves have added to it: wrap "
@@ -224,8 +225,8 @@ def prepare(model: torch.nn.Module) -> int:
 
 
 _COMPILED = (
-    "ping-pong: {} compiled, and compiled code cannot give the turn to the other half in the middle of a layer; leave "
-    "out torch.compile, or PingPong"
+    "ping-pong: {} called in compiled code, and no graph can hold two forward passes that take turns; compile what is "
+    "inside of it, such as the layers: for layer in model.layers: layer.compile()"
 )
 
 

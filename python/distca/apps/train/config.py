@@ -327,8 +327,6 @@ class TrainConfig:
         if self.compare and self.balance == "off":
             _fail(self, "balance", "left out with --compare, which runs every step both with and without balance")
         self._check_split()
-        if self.ping_pong and self.compile:
-            _fail(self, "ping_pong", "left out with --compile, whose code cannot give the turn to the other half")
         if not self.name or self.name in (".", "..") or "/" in self.name or "\0" in self.name:
             _fail(self, "name", "the name of a folder, without '/'")
 
