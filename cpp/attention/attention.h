@@ -113,6 +113,8 @@ struct Problem {
   /// Whether, in backward, dq must have the same bits whatever the tasks are, and dk and dv the same from run to run.
   /// On the CPU this is always so.
   bool deterministic = true;
+  /// Whether rows travel meanwhile. A GPU's kernels then leave room for those that carry the rows.
+  bool rows_travel = false;
 
   const Scores& scores_of(const KeyGroup& group) const { return scores[static_cast<size_t>(group.scores)]; }
   DocumentMask mask_of(const KeyGroup& group) const { return {scores_of(group).mask, group.bidirectional}; }

@@ -211,7 +211,8 @@ void Dispatcher::dispatch_rows(const Step& step) {
 
 /// Computes the groups that wait for the rows of some rounds; those that need no row of another rank are of round -1.
 void Dispatcher::attend_groups(const Step& step, Rounds rounds, const Parallel& parallel) {
-  const attention::Problem problem = server_tasks_.problem(step.slice, step, step.scores, rounds);
+  attention::Problem problem = server_tasks_.problem(step.slice, step, step.scores, rounds);
+  problem.rows_travel = rows_travel();
   if (problem.groups.empty() && !recording_) return;
   if (step.phase == Phase::kBackward)
     backend_.backward(problem, parallel);
@@ -242,6 +243,17 @@ void Dispatcher::attend_rows(Step& step, const Parallel& parallel) {
   if (step.phase == Phase::kForward && step.retained != nullptr) retain_keys(step);
   step.more = protocol_.flush(step.num_rounds > 1);
   step.state = Step::State::kAttended;
+}
+
+/// Whether this rank exchanges rows in a step that is under way. A recording may be replayed with a plan that does.
+bool Dispatcher::rows_travel() const {
+  if (recording_) return protocol_.num_ranks() > 1;
+  return std::any_of(steps_.begin(), steps_.end(), [&](const Step& step) {
+    if (step.state == Step::State::kFree) return false;
+    const auto leaves = [&](const plan::SendRow& s) { return s.peer != protocol_.rank(); };
+    const auto sends = step.slice.sends(step.phase);
+    return !step.slice.waits(step.phase).empty() || std::any_of(sends.begin(), sends.end(), leaves);
+  });
 }
 
 /// Keeps the keys that will not be sent to this server again for backward. At this point results are on their way, and

@@ -88,6 +88,7 @@ class Dispatcher {
   void collect_rows(Step& step, const Parallel& parallel);
 
   void attend_groups(const Step& step, Rounds rounds, const Parallel& parallel);
+  bool rows_travel() const;
   void retain_keys(const Step& step);
   void put_max_logits(const Step& step, int64_t home);
   void find_max_logits(const Step& step);

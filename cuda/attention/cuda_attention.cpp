@@ -78,6 +78,7 @@ enum : size_t { kItems, kStoreItems, kTasks, kGroups, kRuns, kBefore, kBidirecti
 struct CudaAttention::State {
   int device = 0;
   int num_sms = 0;
+  int room = 0;  // multiprocessors that are left free while rows travel
   KernelFamily family;
   EncodeTiled encode_tiled = nullptr;  // only for kernels that use the copy engine
   distca::cuda::TableRing ring;
@@ -92,6 +93,9 @@ struct CudaAttention::State {
     const std::string reason = unsupported_reason(heads, family);
     require(reason.empty(), reason);
     return *kernels_for(family, heads);
+  }
+  int sms_for(const Problem& problem) const {
+    return problem.rows_travel ? std::max(ceil_div(num_sms, 2), num_sms - room) : num_sms;
   }
   void finish(DType dtype) {
     using transport::table_part;
@@ -153,11 +157,13 @@ CudaAttention::~CudaAttention() = default;
 CudaAttention::CudaAttention(CudaAttention&&) noexcept = default;
 CudaAttention& CudaAttention::operator=(CudaAttention&&) noexcept = default;
 
+void CudaAttention::leave_room(int sms) { state_->room = sms; }
+
 void CudaAttention::prepare_forward(const Problem& problem, std::span<const Signal> signals) {
   State& s = *state_;
   const HeadKernels& kernels = s.begin(problem.heads);
   list_forward(problem, signals, kernels.forward_shape, s.list);
-  s.launch.set(kernels, s.list.params, /*is_backward=*/false, /*is_deterministic=*/false, s.num_sms);
+  s.launch.set(kernels, s.list.params, /*is_backward=*/false, /*is_deterministic=*/false, s.sms_for(problem));
   s.finish(problem.heads.dtype);
 }
 
@@ -165,7 +171,7 @@ void CudaAttention::prepare_backward(const Problem& problem, bool deterministic,
   State& s = *state_;
   const HeadKernels& kernels = s.begin(problem.heads);
   list_backward(problem, signals, kernels.backward_shape, s.list);
-  s.launch.set(kernels, s.list.params, /*is_backward=*/true, deterministic, s.num_sms);
+  s.launch.set(kernels, s.list.params, /*is_backward=*/true, deterministic, s.sms_for(problem));
   s.finish(problem.heads.dtype);
 }
 

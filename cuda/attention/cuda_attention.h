@@ -80,6 +80,10 @@ class DISTCA_EXPORT CudaAttention {
   CudaAttention(CudaAttention&&) noexcept;
   CudaAttention& operator=(CudaAttention&&) noexcept;
 
+  /// Of problems during which rows travel, the kernels leave this many multiprocessors free, but never more than half.
+  /// Their thread blocks stay until all is computed, and nothing else would begin before.
+  void leave_room(int sms);
+
   /// `signals` has for each task a word that the device can read, and the value at which all rows of the task, keys
   /// included, have come. Empty: everything is there. Work that waits is done last. To give up a run whose rows will
   /// not come, raise its words. Throws InvalidArgumentError for what unsupported_reason() names, and for views that are

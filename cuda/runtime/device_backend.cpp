@@ -69,8 +69,12 @@ constexpr int kLeastCapability = 8;  // the oldest that the kernels are compiled
 class DeviceBackend final : public runtime::Backend {
  public:
   DeviceBackend(std::shared_ptr<runtime::Backend> aten, int device, runtime::CurrentStream current_stream,
-                bool own_attention, std::shared_ptr<DeviceQueue> queue)
-      : aten_(std::move(aten)), device_(device), own_attention_(own_attention), queue_(std::move(queue)) {
+                bool own_attention, std::shared_ptr<DeviceQueue> queue, int sms_of_puts)
+      : aten_(std::move(aten)),
+        device_(device),
+        own_attention_(own_attention),
+        queue_(std::move(queue)),
+        sms_of_puts_(sms_of_puts) {
     const DeviceGuard guard(device_);
     if (!queue_) queue_ = std::make_shared<DeviceQueue>(device, current_stream, kNoTimeout);
     int major = 0, minor = 0;
@@ -184,7 +188,7 @@ class DeviceBackend final : public runtime::Backend {
 
   /// The launcher. It is made for the first problem, because it asks the driver for a function that old drivers lack.
   attention::cuda::CudaAttention& kernels() {
-    if (!kernels_) kernels_.emplace(device_);
+    if (!kernels_) kernels_.emplace(device_).leave_room(sms_of_puts_);
     return *kernels_;
   }
 
@@ -230,6 +234,7 @@ class DeviceBackend final : public runtime::Backend {
   int device_;
   bool own_attention_;
   std::shared_ptr<DeviceQueue> queue_;
+  int sms_of_puts_;
   KernelFamily family_;
   std::optional<attention::cuda::CudaAttention> kernels_;
   std::array<std::shared_ptr<std::byte>, 3> constants_;  // by Fill: a row of that value
@@ -245,7 +250,8 @@ class DeviceBackend final : public runtime::Backend {
 std::shared_ptr<runtime::Backend> make_device_backend(std::shared_ptr<runtime::Backend> aten, int device,
                                                       runtime::CurrentStream current_stream, bool own_attention,
                                                       const std::shared_ptr<transport::Streams>& streams) {
-  return std::make_shared<DeviceBackend>(std::move(aten), device, current_stream, own_attention, queue_of(streams));
+  return std::make_shared<DeviceBackend>(std::move(aten), device, current_stream, own_attention, queue_of(streams),
+                                         sms_of_puts(streams));
 }
 
 }  // namespace distca::cuda

@@ -57,6 +57,7 @@ class CudaStreams final : public Streams {
   }
 
   const std::shared_ptr<DeviceQueue>& queue() const { return queue_; }
+  int put_blocks() const { return put_blocks_; }
 
   std::shared_ptr<std::byte> allocate(int64_t bytes) override {
     const DeviceGuard guard(device_);
@@ -159,6 +160,11 @@ std::shared_ptr<Streams> make_cuda_streams(int device, runtime::CurrentStream cu
 std::shared_ptr<DeviceQueue> queue_of(const std::shared_ptr<Streams>& streams) {
   const auto* const mine = dynamic_cast<const CudaStreams*>(streams.get());
   return mine == nullptr ? nullptr : mine->queue();
+}
+
+int sms_of_puts(const std::shared_ptr<Streams>& streams) {
+  const auto* const mine = dynamic_cast<const CudaStreams*>(streams.get());
+  return mine == nullptr ? 0 : sms_of_puts(mine->put_blocks());
 }
 
 }  // namespace distca::cuda

@@ -17,5 +17,7 @@ std::shared_ptr<transport::Streams> make_cuda_streams(int device, runtime::Curre
 
 /// The queue of such streams; null for other streams.
 std::shared_ptr<DeviceQueue> queue_of(const std::shared_ptr<transport::Streams>& streams);
+/// The multiprocessors that their puts take; 0 for other streams.
+int sms_of_puts(const std::shared_ptr<transport::Streams>& streams);
 
 }  // namespace distca::cuda

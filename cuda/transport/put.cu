@@ -19,6 +19,7 @@ using transport::WordPlace;
 constexpr int kThreads = 512;
 constexpr int kWordsUnderWay = 4;  // of one thread: this many loads are issued before the first store
 constexpr uint32_t kChunksBetweenLooks = 16;
+constexpr int kPutBlocksOfSm = 2;  // at least, beside a CTA of attention that has half of the registers
 constexpr int32_t kCopyBlocks = 132 * 4;
 
 /// The parts of PutParts in device memory.
@@ -42,34 +43,17 @@ template <class Word>
 __device__ void copy_chunk(const PutEntry& e, int64_t first_row, uint32_t num_words) {
   for (uint32_t begin = threadIdx.x; begin < num_words; begin += kThreads * kWordsUnderWay) {
     Word words[kWordsUnderWay];
-    std::byte* to[kWordsUnderWay];
-#pragma unroll
-    for (uint32_t j = 0; j < kWordsUnderWay; ++j) {
-      const uint32_t i = begin + j * kThreads;
-      if (i >= num_words) continue;
-      const WordPlace place = place_of_word(e, first_row, i);
-      to[j] = place.to;
-      words[j] = *reinterpret_cast<const Word*>(place.from);
-    }
 #pragma unroll
     for (uint32_t j = 0; j < kWordsUnderWay; ++j)
-      if (begin + j * kThreads < num_words) *reinterpret_cast<Word*>(to[j]) = words[j];
+      if (const uint32_t i = begin + j * kThreads; i < num_words)
+        words[j] = *reinterpret_cast<const Word*>(place_of_word(e, first_row, i).from);
+    asm volatile("" ::: "memory");
+#pragma unroll
+    for (uint32_t j = 0; j < kWordsUnderWay; ++j)
+      if (const uint32_t i = begin + j * kThreads; i < num_words)
+        *reinterpret_cast<Word*>(place_of_word(e, first_row, i).to) = words[j];
   }
 }
-
-/// The entry of a block's chunks, which ascend: most come from the same entry as the one before.
-struct Entry {
-  PutEntry e;
-  int32_t end = 0;  // of its chunks
-
-  __device__ const PutEntry& of(const DevicePutTable& table, int32_t num_entries, int32_t chunk) {
-    if (chunk >= end) {
-      e = table.entries[entry_of_chunk(table.entries, num_entries, chunk)];
-      end = e.first_chunk + e.num_chunks;
-    }
-    return e;
-  }
-};
 
 __device__ void copy_chunk(const PutEntry& e, const Rows& rows) {
   const auto num_words = static_cast<uint32_t>((rows.end - rows.begin) * e.words_per_row);
@@ -102,14 +86,20 @@ __device__ void count_copied(const PutMessage& m, uint32_t& done, uint32_t num_c
 // A look for a stop reads the host's memory, and a fence waits until the peer has the rows. Either takes about as long
 // as a chunk's way over the link. Therefore a block looks now and then, and fences once a message. What it has copied
 // of a message is counted before it waits for another's credit, which the peer may give only after the first's signal.
-__global__ void __launch_bounds__(kThreads, 1) put_kernel(DevicePutTable table, Guard guard) {
+__global__ void __launch_bounds__(kThreads, kPutBlocksOfSm) put_kernel(DevicePutTable table, Guard guard) {
   __shared__ bool may_write;
+  __shared__ PutEntry e;  // of the chunk: chunks ascend, and most come from the same entry as the one before
   const int32_t num_chunks = *table.num_chunks, num_entries = table.num_entries();
   int32_t message = -1;     // whose chunks this block copies
   uint32_t num_copied = 0;  // of them, by this block
-  Entry entry;
+  int32_t end = 0;          // of the entry's chunks
   for (int32_t chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
-    const PutEntry& e = entry.of(table, num_entries, chunk);
+    if (chunk >= end) {
+      __syncthreads();  // all are done with the entry before
+      if (threadIdx.x == 0) e = table.entries[entry_of_chunk(table.entries, num_entries, chunk)];
+      __syncthreads();
+      end = e.first_chunk + e.num_chunks;
+    }
     const PutMessage& m = table.messages[e.message];
     const bool is_first = e.message != message;
     if (is_first && message >= 0) count_copied(table.messages[message], table.chunks_done[message], num_copied);
@@ -131,7 +121,7 @@ __global__ void __launch_bounds__(kThreads, 1) put_kernel(DevicePutTable table, 
   if (message >= 0) count_copied(table.messages[message], table.chunks_done[message], num_copied);
 }
 
-__global__ void __launch_bounds__(kThreads, 1) copy_kernel(DevicePutTable table) {
+__global__ void __launch_bounds__(kThreads, kPutBlocksOfSm) copy_kernel(DevicePutTable table) {
   const int32_t num_chunks = *table.num_chunks, num_entries = table.num_entries();
   for (int32_t chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
     const PutEntry e = table.entries[entry_of_chunk(table.entries, num_entries, chunk)];
@@ -175,10 +165,19 @@ std::span<const transport::TablePart> PutParts::of(const transport::PutTable& ta
   return parts_;
 }
 
-void put_rows(const DeviceTable& table, const Guard& guard, int32_t blocks, cudaStream_t stream) {
+namespace {
+
+int32_t put_blocks(int32_t asked) {
   constexpr int64_t kBytesUnderWay = int64_t{kThreads} * kWordsUnderWay * 16;
-  const int32_t busy = blocks > 0 ? blocks : transport::blocks_for({}, kBytesUnderWay);
-  put_kernel<<<static_cast<unsigned>(busy), kThreads, 0, stream>>>(DevicePutTable(table), guard);
+  return asked > 0 ? asked : transport::blocks_for({}, kBytesUnderWay);
+}
+
+}  // namespace
+
+int32_t sms_of_puts(int32_t blocks) { return ceil_div(put_blocks(blocks), kPutBlocksOfSm); }
+
+void put_rows(const DeviceTable& table, const Guard& guard, int32_t blocks, cudaStream_t stream) {
+  put_kernel<<<static_cast<unsigned>(put_blocks(blocks)), kThreads, 0, stream>>>(DevicePutTable(table), guard);
   check(cudaGetLastError(), "the put kernel");
 }
 

@@ -35,6 +35,8 @@ class PutParts {
 /// the signal. `blocks` thread blocks share the chunks; 0 means as many as keep a link busy. Each block may wait;
 /// therefore all of them must fit on the GPU at once.
 void put_rows(const DeviceTable& table, const Guard& guard, int32_t blocks, cudaStream_t stream);
+/// The multiprocessors that put_rows takes: as few as all its thread blocks fit on.
+int32_t sms_of_puts(int32_t blocks);
 /// Copies the rows of the table's messages and does nothing else, with as many blocks as keep the GPU's own memory
 /// busy.
 void copy_extents(const DeviceTable& table, cudaStream_t stream);

@@ -76,6 +76,18 @@ def test_own_attention_gives_rows_the_same_bits_whatever_the_plan(own_gpu: Emula
 
 
 @BOTH
+def test_attention_leaves_multiprocessors_to_what_carries_rows_exactly_while_rows_travel(own_gpu: EmulatedGpu) -> None:
+    lengths = (200, 200)
+    batch, layout = random_batch(lengths, OWN, 1), distca.Layout.from_documents([[200], [200]])
+    blocks = []
+    for plan in (distca.plan(layout, OWN), distca.plan(layout, OWN, tasks=random_tasks(layout, OWN.kv, 1))):
+        own_gpu.take_most_blocks("kKernel")
+        _own_step(batch, plan)
+        blocks.append(own_gpu.take_most_blocks("kKernel"))
+    assert blocks == [4, 2]  # of the emulated GPU's 4 multiprocessors, of which puts want more than half
+
+
+@BOTH
 def test_own_attention_takes_sinks(own_gpu: EmulatedGpu) -> None:
     batch = random_batch((130, 20), OWN, 1)
     plan = distca.plan(spill((130, 20), 2), OWN, tolerance=0.0, min_rows=1)

@@ -65,7 +65,7 @@ class EmulatedGpu:
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
-        self._library.emulated_launches.restype = ctypes.c_int64
+        self._library.emulated_launches.restype = self._library.take_most_blocks.restype = ctypes.c_int64
 
     @contextmanager
     def in_use(self, own_attention: bool, major: int = 9) -> Iterator[EmulatedGpu]:
@@ -84,6 +84,10 @@ class EmulatedGpu:
 
     def launches(self, kernel: str) -> int:
         return self._library.emulated_launches(kernel.encode())
+
+    def take_most_blocks(self, kernel: str) -> int:
+        """The thread blocks of the largest launch of that kernel since the last question."""
+        return self._library.take_most_blocks(kernel.encode())
 
     def was_loaded_by_a_launch(self, kernel: str) -> bool:
         """Whether the first launch of a kernel had to load it, which may wait for the whole device."""

@@ -72,6 +72,20 @@ FAULTS = [
         ("tests/cuda/test_emulated_gpu.py",),
     ),
     Fault(
+        "attention leaves no room to what carries rows",
+        "cpp/runtime/dispatcher.cpp",
+        "  problem.rows_travel = rows_travel();",
+        "  static_cast<void>(rows_travel());",
+        ("tests/cuda/test_emulated_attention.py",),
+    ),
+    Fault(
+        "attention leaves room where no rows travel",
+        "cuda/attention/cuda_attention.cpp",
+        "return problem.rows_travel ? ",
+        "return room > 0 ? ",
+        ("tests/cuda/test_emulated_attention.py",),
+    ),
+    Fault(
         "a recording allocates as part of the capture",
         "cuda/runtime/table_pool.h",
         "mode_ = cudaStreamCaptureModeRelaxed;",

@@ -218,6 +218,7 @@ void check_launch(const Launch& how, const Kernel& kernel) {
   const size_t most = compute_capability_major == 8 ? kLeastShared : kMaxShared;
   must(how.shared_bytes <= most, "too much shared memory");
   load(kernel.address, kernel.name);
+  note_blocks(kernel.name, static_cast<int64_t>(size(how.grid)));
 }
 
 }  // namespace emulated_gpu

@@ -223,6 +223,9 @@ DISTCA_EXPORT void run_graphs_one_by_one(bool on) { emulated_gpu::one_by_one = o
 /// How many operations of that name, kernels among them, were done in this process.
 DISTCA_EXPORT int64_t emulated_launches(const char* name) { return emulated_gpu::num_done(name); }
 
+/// The thread blocks of the largest launch of that kernel since the last question.
+DISTCA_EXPORT int64_t take_most_blocks(const char* kernel) { return emulated_gpu::take_most_blocks(kernel); }
+
 /// Whether the first launch of a kernel had to load it, which may wait for the whole device.
 DISTCA_EXPORT int was_loaded_by_a_launch(const char* kernel) { return emulated_gpu::was_loaded_by_a_launch(kernel); }
 

@@ -56,6 +56,6 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   const int major = emulated_gpu::compute_capability_major;
   *value = attribute == cudaDevAttrComputeCapabilityMajor   ? major
            : attribute == cudaDevAttrComputeCapabilityMinor ? 0
-                                                            : 2;
+                                                            : kNumSms;
   return cudaSuccess;
 }

@@ -43,6 +43,8 @@ extern thread_local Place place;
 /// The GPU's compute capability is this one .0: 8 or 9.
 inline std::atomic<int> compute_capability_major = 9;
 
+constexpr int kNumSms = 4;
+
 struct Launch {
   dim3 grid;
   dim3 block;

@@ -1,6 +1,7 @@
 // Streams and events.
 #include "streams.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -23,6 +24,11 @@ std::vector<cudaStream_t>& streams() {
 }
 
 std::map<std::string, int64_t>& counts() {
+  static auto* const all = new std::map<std::string, int64_t>;
+  return *all;
+}
+
+std::map<std::string, int64_t>& most_blocks() {
   static auto* const all = new std::map<std::string, int64_t>;
   return *all;
 }
@@ -115,6 +121,17 @@ void perform(const Operation& operation, uint32_t seed) {
 int64_t num_done(const std::string& name) {
   const std::lock_guard guard(lock);
   return counts()[name];
+}
+
+int64_t take_most_blocks(const std::string& kernel) {
+  const std::lock_guard guard(lock);
+  return std::exchange(most_blocks()[kernel], 0);
+}
+
+void note_blocks(const std::string& kernel, int64_t blocks) {
+  const std::lock_guard guard(lock);
+  int64_t& most = most_blocks()[kernel];
+  most = std::max(most, blocks);
 }
 
 bool is_capturing(cudaStream_t stream) {

@@ -67,6 +67,9 @@ extern std::atomic<bool> one_by_one;
 void perform(const Operation& operation, uint32_t seed);
 /// How many kernels of that name were done.
 int64_t num_done(const std::string& name);
+/// The thread blocks of the largest launch of that kernel since the last question.
+int64_t take_most_blocks(const std::string& kernel);
+void note_blocks(const std::string& kernel, int64_t blocks);
 
 /// Returns what is the thread's last error from here on, unless it is none.
 cudaError_t report(cudaError_t error);
