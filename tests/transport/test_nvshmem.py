@@ -89,6 +89,7 @@ class Calls:
         monkeypatch.setattr(_C, "nvshmem_unique_id", lambda: b"id")
         monkeypatch.setattr(_C, "nvshmem_join", lambda **_: None)
         monkeypatch.setattr(_C, "prepare_nvshmem", self._prepare)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4 << 20, 8 << 20))
 
     def _prepare(self, **options: Any) -> Calls:
         if options["device"] == 9:
@@ -131,6 +132,33 @@ def test_no_rank_allocates_symmetric_memory_unless_all_are_ready(monkeypatch: py
     with pytest.raises(distca.DeviceError, match="rank 0: memory of the GPU: out of memory") as told:
         calls.begin(timeout=600.0, device="cuda:9")
     assert str(told.value.__cause__) == "memory of the GPU: out of memory"
+
+
+def test_no_rank_allocates_symmetric_memory_that_one_of_them_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch, [["", "|"], ["", ""], ["", ""]])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: ((2 << 20) - 1, 8 << 20))
+    monkeypatch.setattr(Calls, "connect", lambda _: pytest.fail("this would wait for ever"))
+    with pytest.raises(distca.DeviceError, match="rank 0: the heap has 2097152 bytes, and cuda:3 has 2097151 free"):
+        calls.begin(timeout=600.0)
+
+
+@pytest.mark.parametrize(("value", "is_refused"), [("1", True), ("true", True), ("0", False), ("", False)])
+def test_several_ports_are_refused_because_rows_could_come_after_their_signal(
+    value: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = Calls(monkeypatch, [["", "|"], ["", ""], ["", ""]])
+    monkeypatch.setenv("NVSHMEM_IBGDA_ENABLE_MULTI_PORT", value)
+    if not is_refused:
+        assert calls.begin(timeout=600.0) == "connected"
+        return
+    with pytest.raises(distca.InvalidArgumentError, match="rank 0: NVSHMEM_IBGDA_ENABLE_MULTI_PORT is set"):
+        calls.begin(timeout=600.0)
+
+
+def test_a_rank_whose_peers_cannot_open_its_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvshmem, "gather_text", lambda mine, group, timeout: [mine, "reaching the memory of another"])
+    with pytest.raises(distca.DeviceError, match="init: transport 'cuda-ipc', rank 1: reaching the memory of another"):
+        nvshmem.on_all(object(), 1.0, "cuda-ipc", lambda: "connected")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("timeout", "expected"), [(5.0, 5.0), (600.0, 120.0)])

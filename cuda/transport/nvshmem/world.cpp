@@ -1,6 +1,8 @@
 #include "transport/nvshmem/world.h"
 
 #include <cuda_runtime_api.h>
+#include <dlfcn.h>
+#include <link.h>
 #include <nvshmem_host.h>
 #include <nvshmemx.h>
 
@@ -8,6 +10,8 @@
 #include <cstring>
 #include <mutex>
 #include <optional>
+#include <string>
+#include <string_view>
 #include <vector>
 
 #include "runtime/check.h"
@@ -33,6 +37,20 @@ Joined& joined() {
 bool has_begun() { return nvshmemx_init_status() > NVSHMEM_STATUS_NOT_INITIALIZED; }
 bool is_world_of(const NvshmemGroup& group) {
   return nvshmem_my_pe() == group.rank && nvshmem_n_pes() == group.num_ranks;
+}
+
+/// Keeps the libraries of networks in memory. Since 3.7 NVSHMEM unloads some of them while the process ends, when its
+/// own thread may still be in them.
+void keep_network_libraries() {
+  std::vector<std::string> names;  // asked for first: the list is locked meanwhile
+  const auto note = [](dl_phdr_info* library, size_t, void* to) {
+    const std::string_view name = library->dlpi_name;
+    for (const std::string_view part : {"nvshmem_transport_", "libibverbs", "libmlx5", "libefa", "libfabric"})
+      if (name.find(part) != std::string_view::npos) static_cast<std::vector<std::string>*>(to)->emplace_back(name);
+    return 0;
+  };
+  dl_iterate_phdr(note, &names);
+  for (const std::string& name : names) dlopen(name.c_str(), RTLD_LAZY | RTLD_NOLOAD | RTLD_NODELETE);
 }
 
 }  // namespace
@@ -81,6 +99,7 @@ void join_world(const NvshmemGroup& group, const NvshmemId& id) {
                        "; NVSHMEM_DEBUG=INFO says more");
   require<DeviceError>(is_world_of(group), "NVSHMEM made this process PE ", nvshmem_my_pe(), " of ", nvshmem_n_pes(),
                        ", not rank ", group.rank, " of ", group.num_ranks);
+  keep_network_libraries();
   j.group = group;
 }
 

@@ -325,7 +325,10 @@ def _connect(r: _Request, place: Place) -> tuple[_C.Context, Exchange | None]:
         "connect_timeout": min(r.timeout, 120.0),
     }
     if r.device != "cpu":
-        return _C.connect_ipc(**on_device, **mesh, **r.options), None
+        limit = r.timeout + mesh["connect_timeout"]
+        return nvshmem.on_all(
+            r.group, limit, "cuda-ipc", lambda: _C.connect_ipc(**on_device, **mesh, **r.options)
+        ), None
     core = made_by.connect_shm(progress_thread=r.progress_thread, cpu_isa=r.cpu_isa, **linked, **mesh, **r.options)
     return core, None
 

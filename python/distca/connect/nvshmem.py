@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from distca import _C
@@ -86,7 +87,7 @@ def connect(
     member: dict[str, Any] = {"rank": rank, "num_ranks": num_ranks, "device": int(device.removeprefix("cuda:"))}
     unique_id, problem = b"", status()[1]
     try:
-        problem = problem or _C.nvshmem_problem(**member)
+        problem = problem or _check_variables() or _C.nvshmem_problem(**member)
         if rank == 0 and not problem:
             unique_id = _C.nvshmem_unique_id()
     except DeviceError as error:
@@ -96,13 +97,13 @@ def connect(
     for peer, (_, problem) in enumerate(told):
         if problem:
             raise InvalidArgumentError(f"init: transport 'nvshmem' is not available on rank {peer}: {problem}")
-    _on_all(group, timeout, lambda: _C.nvshmem_join(**member, unique_id=bytes.fromhex(told[0][0])))
+    on_all(group, timeout, "nvshmem", lambda: _C.nvshmem_join(**member, unique_id=bytes.fromhex(told[0][0])))
     listener, addresses = hosts.listen(group, timeout)
     connect_timeout = min(timeout, 120.0)
-    prepared = _on_all(
-        group,
-        timeout + connect_timeout,
-        lambda: _C.prepare_nvshmem(
+
+    def prepare() -> _C.NvshmemRank:
+        _check_memory(device, 2 * options["slot_bytes"])
+        return _C.prepare_nvshmem(
             **member,
             attention=attention,
             name=name,
@@ -111,13 +112,36 @@ def connect(
             put_blocks=put_ctas or 0,
             connect_timeout=connect_timeout,
             **options,
-        ),
+        )
+
+    return on_all(group, timeout + connect_timeout, "nvshmem", prepare).connect()
+
+
+def _check_variables() -> str:
+    """What NVSHMEM's variables ask for and rows do not survive; empty if nothing."""
+    if os.environ.get("NVSHMEM_IBGDA_ENABLE_MULTI_PORT", "0").lower() in ("", "0", "n", "no", "f", "false"):
+        return ""
+    return (
+        "NVSHMEM_IBGDA_ENABLE_MULTI_PORT is set, and with several ports NVSHMEM 3.4 does not order rows before the "
+        "signal that they are there: unset it"
     )
-    return prepared.connect()
 
 
-def _on_all(group: dist.ProcessGroup | None, limit: float, work: Callable[[], _Result]) -> _Result:
-    """What the work returns, if it ends well on all ranks. Otherwise all get an error, so that none goes on alone.
+def _check_memory(device: str, heap_bytes: int) -> None:
+    """Raises DeviceError where the heap is larger than the free memory of the device.
+
+    NVSHMEM allocates it on all ranks together: a rank that cannot would leave the others waiting without limit.
+    """
+    free, _ = torch.cuda.mem_get_info(device)
+    if heap_bytes > free:
+        raise DeviceError(
+            f"the heap has {heap_bytes} bytes, and {device} has {free} free; lower max_tokens or heap_bytes of "
+            "distca.init, or free memory (torch.cuda.empty_cache() gives back what PyTorch keeps)"
+        )
+
+
+def on_all(group: dist.ProcessGroup | None, limit: float, transport: str, work: Callable[[], _Result]) -> _Result:
+    """What the work returns, if it ends well on all ranks. Otherwise all get a DeviceError, so that none goes on alone.
 
     A rank waits for the others, whose work may not have ended, for up to `limit` seconds.
     """
@@ -130,7 +154,7 @@ def _on_all(group: dist.ProcessGroup | None, limit: float, work: Callable[[], _R
         problem = str(error) or type(error).__name__
     for peer, reason in enumerate(_gather(_told(problem), group, limit)):
         if reason:
-            raise DeviceError(f"init: transport 'nvshmem', rank {peer}: {reason}") from cause
+            raise DeviceError(f"init: transport {transport!r}, rank {peer}: {reason}") from cause
     return done[0]
 
 
