@@ -159,7 +159,7 @@ DISTCA_INLINE void gradient_tile(const ScoreTile& tile, float scale, float inver
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) {
       const int64_t at = lane + v * kWidth;
-      lanes[v] = {load(lse + at), load(delta + at), load(lse + at) > -kInfinity, lane_visibility(tile.visible, at)};
+      lanes[v] = {load(lse + at), load(delta + at), load(lse + at) != -kInfinity, lane_visibility(tile.visible, at)};
       if (at >= tile.lanes) lanes[v].valid = Ints{};
     }
     for (int64_t key = tile.begin; key < tile.end; key += kSums) {
@@ -196,7 +196,7 @@ template <class Operands>
 void softmax_gradient(const ScoreTile& tile, float scale, float cap, const float* lse, const float* delta,
                       const float* scores, const float* dprobs, const GradientOutputs& outputs) {
   bool edge = is_edge(tile) || tile.lanes % (Operands::kElements * kWidth) != 0;
-  for (int64_t i = 0; i < tile.lanes; ++i) edge |= !(lse[i] > -kInfinity);
+  for (int64_t i = 0; i < tile.lanes; ++i) edge |= lse[i] == -kInfinity;
   const float inverse = cap == 0.f ? 0.f : 1.f / cap;
   if (cap != 0.f && edge)
     gradient_tile<Operands, true, true>(tile, scale, inverse, lse, delta, scores, dprobs, outputs);

@@ -150,8 +150,8 @@ class Arranger {
     __int128 cost = 0;
     std::map<Owner, RowRanges> brought;
     for (const Group& g : waiting) {
-      by_bytes.push_back(weight_of(g, by_bytes.size(),
-                                   key_bytes_of_others(g, shares_keys(layout_, options_, g) ? &brought : nullptr)));
+      by_bytes.push_back(
+          weight_of(g, by_bytes.size(), key_bytes_of_others(g, layout_.shares_rows(g.document) ? &brought : nullptr)));
       bytes += by_bytes.back().bytes;
       cost += by_bytes.back().cost;
     }
@@ -212,14 +212,15 @@ class Arranger {
   }
 
   /// Chooses the groups whose keys the server keeps for backward. Groups that save most bytes come first, and each that
-  /// still fits is kept.
+  /// still fits is kept. Keys lie there group by group; those that documents share come once for all groups instead.
   void retain_keys(int64_t server) {
     const auto s = static_cast<size_t>(server);
     // (minus the bytes saved, first task, group). Groups lie in the order of their rounds; of those that save the same,
     // the order of tasks decides, because rounds must not decide what is kept.
     std::vector<std::tuple<int64_t, size_t, uint32_t>> by_bytes;
     for (uint32_t i : a_.groups_of_server[server])
-      if (const int64_t bytes = key_bytes_of_others(a_.groups[i]); bytes > 0)
+      if (const int64_t bytes = key_bytes_of_others(a_.groups[i]);
+          bytes > 0 && !layout_.shares_rows(a_.groups[i].document))
         by_bytes.emplace_back(-bytes, a_.groups[i].task_begin, i);
     std::sort(by_bytes.begin(), by_bytes.end());
     for (const auto& [minus_saved, first_task, i] : by_bytes) {

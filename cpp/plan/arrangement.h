@@ -182,12 +182,6 @@ struct Arrangement {
 /// within each document.
 Arrangement arrange(const Layout& layout, const PlanOptions& options, std::span<const Task> tasks);
 
-/// Whether other groups of a group's server may read what comes for it. Rows that are retained lie group by group.
-inline bool shares_keys(const Layout& layout, const PlanOptions& options, const Group& g) {
-  return layout.shares_rows(g.document) &&
-         (options.retain_bytes.empty() || options.retain_bytes[static_cast<size_t>(g.server)] == 0);
-}
-
 /// Makes the key pools of a server's groups that need rows of others, and says where the blocks of these lie, and which
 /// of their rows come for them (key_pools.cpp).
 void place_keys(const Layout& layout, const PlanOptions& options, Arrangement& arrangement, std::span<Group> groups);

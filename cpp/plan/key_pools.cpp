@@ -15,13 +15,13 @@ namespace {
 class KeyPools {
  public:
   KeyPools(const Layout& layout, const PlanOptions& options, Arrangement& arrangement)
-      : layout_(layout), options_(options), block_rows_(options.key_block_rows), a_(arrangement) {}
+      : layout_(layout), block_rows_(options.key_block_rows), a_(arrangement) {}
 
   /// Makes the pools of a server's groups, with the runs of rows that these need.
   void make_pools(std::span<Group> groups) {
     for (Group& g : groups) {
       for_each_part(g, [&](int64_t begin, int64_t end, const SharedRows* rows) {
-        if (g.pool < 0) g.pool = shares_keys(layout_, options_, g) ? shared_pool(g) : new_pool();
+        if (g.pool < 0) g.pool = layout_.shares_rows(g.document) ? shared_pool(g) : new_pool();
         if (rows == nullptr) return;
         const auto [first, last] = visible_rows(g, begin, end);
         runs_[{g.pool, rows->of}].add(first - rows->shift(), last - rows->shift(), [](int64_t, int64_t) {});
@@ -144,7 +144,6 @@ class KeyPools {
   }
 
   const Layout& layout_;
-  const PlanOptions& options_;
   const int64_t block_rows_;
   Arrangement& a_;
   // The pools by cluster and first head; by pool and document the runs of rows, with their first rows in the pool, and

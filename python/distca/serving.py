@@ -179,7 +179,7 @@ def _no_rows(plan: Plan, context: str) -> tuple[torch.Tensor, ...]:
     device = "cpu" if found is None else found.device  # the operator refuses an unknown context
     q, out = (torch.empty(0, heads.q, dim, dtype=heads.dtype, device=device) for dim in (heads.dim, heads.value_dim))
     k, v = (torch.empty(0, heads.kv, dim, dtype=heads.dtype, device=device) for dim in (heads.dim, heads.value_dim))
-    return q, k, v, out, torch.empty(0, heads.q, device=device)
+    return q, k, v, out, torch.empty(0, heads.q, dtype=torch.float32, device=device)
 
 
 def _nothing_retained(plan: Plan, like: torch.Tensor) -> torch.Tensor | None:

@@ -136,3 +136,29 @@ def test_subnormal_numbers_are_numbers_or_nothing(dtype: torch.dtype) -> None:
     for name, a, b in zip(NAMES, with_ours(small, whole_documents((70,)), 0.0, None), oracle(small), strict=True):
         # The kernel may treat a subnormal operand as zero.
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-37, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def _by_row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention in which each row takes the keys that it sees and no others, not even times zero."""
+    rows = []
+    for i in range(len(q)):
+        scores = torch.einsum("hd,jhd->hj", q[i], k[: i + 1]) * q.shape[-1] ** -0.5
+        rows.append(torch.einsum("hj,jhd->hd", torch.softmax(scores, dim=1), v[: i + 1]))
+    return torch.stack(rows)
+
+
+@DTYPES
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("broken", ["q", "k", "v"])
+@pytest.mark.parametrize("row", [5, 70])
+def test_what_is_not_finite_reaches_exactly_the_results_and_gradients_that_depend_on_it(
+    row: int, broken: str, value: float, dtype: torch.dtype
+) -> None:
+    batch = random_batch((140,), distca.Heads(2, 2, 16, dtype=dtype), 8)
+    getattr(batch, broken)[row] = value
+    inputs = [t.double().requires_grad_() for t in (batch.q, batch.k, batch.v)]
+    _by_row(*inputs).backward(batch.dout.double())
+    ours = with_ours(batch, whole_documents((140,)), 0.0, None)
+    expected = [_by_row(batch.q.double(), batch.k.double(), batch.v.double()), *(t.grad for t in inputs)]
+    for name, a, b in zip(("out", "dq", "dk", "dv"), (ours[0], *ours[2:5]), expected, strict=True):
+        assert torch.equal(a.isfinite().all(dim=2), b.isfinite().all(dim=2)), name

@@ -137,6 +137,13 @@ FAULTS = [
         (EXACT,),
     ),
     Fault(
+        "a row whose log-sum-exp is no number has no gradient",
+        "cpp/attention/micro_softmax.h",
+        "load(lse + at) != -kInfinity, lane_visibility",
+        "load(lse + at) > -kInfinity, lane_visibility",
+        ("tests/attention/test_attention_features.py",),
+    ),
+    Fault(
         "tasks of overlapping head ranges are not cut apart",
         "cpp/plan/task_list.cpp",
         "    if (head <= piece.kv_head_begin || head >= task.kv_head_end) continue;",

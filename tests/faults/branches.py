@@ -162,10 +162,10 @@ FAULTS = [
         ),
     ),
     Fault(
-        "branches: keys that are retained lie in blocks of other groups",
-        "cpp/plan/arrangement.h",
-        "(options.retain_bytes.empty() || options.retain_bytes[static_cast<size_t>(g.server)] == 0)",
-        "true",
+        "branches: keys that documents share are retained",
+        "cpp/plan/arrangement.cpp",
+        "bytes > 0 && !layout_.shares_rows(a_.groups[i].document))",
+        "bytes > 0)",
         (PLAN, EXACT),
     ),
     Fault(

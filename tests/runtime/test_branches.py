@@ -245,3 +245,15 @@ def test_random_trees_are_exact_with_whatever_a_plan_is_asked_for() -> None:
         right = attention_of_tree(batch, tree, torch.float64, mask=mask, window=window)
         for name, a, b in zip(NAMES, ours, right, strict=True):
             torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4, msg=f"seed {seed}: {name}")
+
+
+def test_keys_that_documents_share_come_once_and_are_not_retained() -> None:
+    heads = distca.Heads(2, 1, 16)
+    answers = [(answer, 400, 410) for answer in (1, 2, 3)]
+    layout = distca.Layout([[(0, 0, 400), *answers], [(4, 0, 200)]], branches={1: 0, 2: 0, 3: 0})
+    plain, retaining = (
+        distca.plan(layout, heads, tasks=random_tasks(layout, heads.kv, 1), retain_bytes=most) for most in (0, 2**40)
+    )
+    saved = plain.stats.bytes["backward_in"] - retaining.stats.bytes["backward_in"]
+    assert saved == retaining.stats.saved_bytes > 0
+    assert plain.stats.bytes["forward_in"] == retaining.stats.bytes["forward_in"]

@@ -136,7 +136,8 @@ def test_rows_exchanged_for_heads_give_the_bits_of_rows_at_home(ranks: int, head
     pool.check()
 
 
-def test_dedicated_servers_give_the_same_bits_as_their_rows_homes() -> None:
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])
+def test_dedicated_servers_give_the_same_bits_as_their_rows_homes(default: torch.dtype) -> None:
     shape = distca.Heads(4, 2, 32)
     batch = random_batch(LENGTHS, shape, 35)
     layout = distca.Layout([*(scattered(LENGTHS, 2, 5).segments(rank) for rank in range(2)), [], []])
@@ -149,8 +150,12 @@ def test_dedicated_servers_give_the_same_bits_as_their_rows_homes() -> None:
             distca.serve(plan.for_rank(rank), phase, context=context)
         return ()
 
-    with loopback_group(plan, reorder_seed=3) as contexts:
-        served = on_all_ranks(contexts, work)
+    torch.set_default_dtype(default)
+    try:
+        with loopback_group(plan, reorder_seed=3) as contexts:
+            served = on_all_ranks(contexts, work)
+    finally:
+        torch.set_default_dtype(torch.float32)
     ours = together(batch.lengths, layout, served[:2])
     at_home = compute(batch, distca.plan(layout, shape, balance=False))
     for name, served_rows, home_rows in zip(NAMES, ours, at_home, strict=True):
