@@ -102,6 +102,30 @@ def test_leaving_early_stops_the_thread() -> None:
     assert not _threads()
 
 
+def test_an_iterator_without_a_name_for_its_owner_gives_all_steps() -> None:
+    def ahead() -> distca.PlanAhead[list[int], distca.Plan]:
+        return distca.PlanAhead([[8, 8], [11, 5], [1, 15]], heads=HEADS, layout=_layout, rank=0)
+
+    def running() -> Iterator[tuple[list[int] | None, distca.Plan]]:
+        return iter(ahead())
+
+    assert [batch for batch, _ in ahead()] == [[8, 8], [11, 5], [1, 15]]
+    assert [number for number, _ in enumerate(ahead())] == [0, 1, 2]
+    assert len(list(running())) == 3
+
+
+def test_an_iterator_that_another_has_replaced_says_so() -> None:
+    with distca.PlanAhead([[8, 8], [11, 5]], heads=HEADS, layout=_layout, rank=0) as steps:
+        ended, first = iter(steps), iter(steps)
+        with pytest.raises(distca.InvalidArgumentError, match=r"a later iter\(\) began another one"):
+            next(ended)
+        assert len(list(first)) == 2
+        second = iter(steps)
+        assert next(first, None) is None  # it had come to its end
+        next(second)
+    assert next(second, None) is None
+
+
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(distca.InvalidArgumentError, match="exactly one"):
         distca.PlanAhead([], heads=HEADS)

@@ -26,7 +26,8 @@ class Ahead(ABC, Generic[Loaded, Planned]):
     """Iterates over pairs of what was loaded and its plans. Each `iter()` begins a new pass over the loader.
 
     The thread of a pass prepares the next pair while the current one is used. `close`, or the end of a `with`, stops it
-    and leaves the group over which lengths are exchanged.
+    and leaves the group over which lengths are exchanged. There is one pass at a time: after a new `iter()`, iterators
+    of earlier ones raise an InvalidArgumentError.
     """
 
     def __init__(self, exchange: Exchange | None, make_plans: Callable[[Any], Planned]) -> None:
@@ -42,9 +43,9 @@ class Ahead(ABC, Generic[Loaded, Planned]):
     def __iter__(self) -> Iterator[tuple[Loaded, Planned]]:
         if self._closed:
             raise InvalidArgumentError(f"{type(self).__name__}: it was closed; make a new one")
-        self._end_pass(_JOIN_SECONDS)
+        self._end_pass(_JOIN_SECONDS, replaced=True)
         self._pass = _Pass(self._steps(), self._make_plans)
-        return self._pass
+        return _StepsOfPass(self, self._pass)
 
     def close(self) -> None:
         """Stops the thread and leaves the private group. It may be called more than once."""
@@ -55,11 +56,11 @@ class Ahead(ABC, Generic[Loaded, Planned]):
         if self._exchange is not None and over:
             self._exchange.close()
 
-    def _end_pass(self, seconds: float) -> bool:
+    def _end_pass(self, seconds: float, *, replaced: bool = False) -> bool:
         ended, self._pass = self._pass, None
         if ended is None:
             return True
-        ended.stop()
+        ended.state.stop(replaced=replaced)
         over = ended.join(seconds)
         if not over and not self._closed:
             raise DistcaError(
@@ -81,37 +82,38 @@ class Ahead(ABC, Generic[Loaded, Planned]):
 
     def __del__(self) -> None:
         if (running := getattr(self, "_pass", None)) is not None:
-            running.stop()
+            running.state.stop()
 
 
-class _Pass(Iterator[tuple[Loaded, Planned]]):
+class _StepsOfPass(Iterator[tuple[Loaded, Planned]]):
+    """What `iter()` returns. It keeps the `Ahead` alive, which may have no other reference in a ``for`` loop."""
+
+    def __init__(self, owner: Ahead[Loaded, Planned], running: _Pass[Loaded, Planned]) -> None:
+        self._owner, self._pass = owner, running
+
+    def __next__(self) -> tuple[Loaded, Planned]:
+        return self._pass.state.take()
+
+
+class _Pass(Generic[Loaded, Planned]):
     """One pass over the loader: the thread, and the state in which it leaves what it has prepared.
 
-    The thread holds that state but not the `Ahead` itself. Therefore dropping the `Ahead` can stop it.
+    The thread holds that state but not the `Ahead` itself. Therefore dropping the `Ahead` and its iterators can stop
+    it.
     """
 
     def __init__(self, steps: Steps[Any, Any], make_plans: Callable[[Any], Planned]) -> None:
-        self._state = _PassState[Loaded, Planned]()
+        self.state = _PassState[Loaded, Planned]()
         self._thread = threading.Thread(
-            target=_prepare, args=(self._state, steps, make_plans), name="distca-plan-ahead", daemon=True
+            target=_prepare, args=(self.state, steps, make_plans), name="distca-plan-ahead", daemon=True
         )
         self._thread.start()
-
-    def __next__(self) -> tuple[Loaded, Planned]:
-        return self._state.take()
-
-    def stop(self) -> None:
-        self._state.stop()
 
     def join(self, seconds: float) -> bool:
         """Waits for the thread. Returns whether it is over."""
         if self._thread is not threading.current_thread():
             self._thread.join(seconds)
         return not self._thread.is_alive()
-
-    def __del__(self) -> None:
-        if (state := getattr(self, "_state", None)) is not None:
-            state.stop()
 
 
 class _PassState(Generic[Loaded, Planned]):
@@ -121,7 +123,9 @@ class _PassState(Generic[Loaded, Planned]):
         self._changed = threading.Condition()
         self._ready: deque[tuple[Loaded, Planned]] = deque()
         self._stopped = False
+        self._replaced = False  # by a new pass
         self._over = False
+        self._ended = False  # the consumer knows that no step follows
         self._error: BaseException | None = None
 
     def take(self) -> tuple[Loaded, Planned]:
@@ -131,6 +135,12 @@ class _PassState(Generic[Loaded, Planned]):
                 step = self._ready.popleft()
                 self._changed.notify_all()
                 return step
+            if self._error is None and self._replaced and not self._ended:
+                raise InvalidArgumentError(
+                    "the pass of this iterator ended when a later iter() began another one; keep one iterator, or make "
+                    "a PlanAhead for each"
+                )
+            self._ended = True
             if self._error is not None:
                 error, self._error = self._error, None
                 raise error
@@ -144,9 +154,10 @@ class _PassState(Generic[Loaded, Planned]):
             self._changed.wait_for(lambda: not self._ready or self._stopped)
             return not self._stopped
 
-    def stop(self) -> None:
+    def stop(self, *, replaced: bool = False) -> None:
         with self._changed:
             self._stopped = True
+            self._replaced = self._replaced or replaced
             self._changed.notify_all()
 
     def finish(self, error: BaseException | None) -> None:

@@ -62,8 +62,9 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
 
     The next iteration raises an exception of the loader, of the callbacks or of planning. With `lengths` or `segments`,
     the other ranks then raise a PeerLeftError that names the rank. To stop the thread, use the PlanAhead as a context
-    manager or call `close()`. After a plain `break` the thread stops when the object is dropped. Each `iter()` begins a
-    new pass over the loader.
+    manager or call `close()`. After a plain `break` the thread stops when the object and its iterator are dropped. Each
+    `iter()` begins a new pass over the loader and ends the one before, whose iterator then raises an
+    InvalidArgumentError.
 
     Raises:
         InvalidArgumentError: not exactly one of `layout`, `lengths` and `segments` is given, `continues` without
