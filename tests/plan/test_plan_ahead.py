@@ -1,5 +1,6 @@
 """`PlanAhead`: all ways to learn documents, loaders that end at different steps, errors and early ends."""
 
+import itertools
 import threading
 from collections.abc import Iterator
 
@@ -112,6 +113,34 @@ def test_an_iterator_without_a_name_for_its_owner_gives_all_steps() -> None:
     assert [batch for batch, _ in ahead()] == [[8, 8], [11, 5], [1, 15]]
     assert [number for number, _ in enumerate(ahead())] == [0, 1, 2]
     assert len(list(running())) == 3
+
+
+class _Stateful:
+    """A loader that can begin in the middle of its batches."""
+
+    def __init__(self, begin: int) -> None:
+        self.next = begin
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while self.next < 8:
+            self.next += 1
+            yield [self.next, 16 - self.next]
+
+    def with_state(self) -> Iterator[tuple[list[int], int]]:
+        for batch in self:
+            yield batch, self.next
+
+
+def test_a_state_that_the_loader_yields_beside_the_batch_resumes_after_that_batch() -> None:
+    seen, state = [], 0
+    while state < 8:  # each run trains 3 steps, writes a checkpoint, and ends
+        with distca.PlanAhead(
+            _Stateful(state).with_state(), heads=HEADS, layout=lambda loaded: _layout(loaded[0]), rank=0
+        ) as steps:
+            for loaded, _ in itertools.islice(steps, 3):
+                batch, state = loaded
+                seen.append(batch)
+    assert seen == list(_Stateful(0))
 
 
 def test_an_iterator_that_another_has_replaced_says_so() -> None:

@@ -43,7 +43,8 @@ class PipelinePlansAhead(Ahead[list[Batch] | None, PipelinePlans], Generic[Batch
     The next iteration raises an exception of the loader, of `lengths` or of planning, and the other ranks then raise a
     PeerLeftError that names the rank. To stop the thread, use it as a context manager or call `close()`. After a plain
     `break` the thread stops when the object and its iterator are dropped. Each `iter()` begins a new pass over the
-    loader and ends the one before.
+    loader and ends the one before. The thread reads the loader one iteration ahead; for checkpoints in the middle of an
+    epoch let it yield its state beside each batch, as in `PlanAhead`.
 
     Args:
         loader: the micro-batches of this rank, one after the other, or None for a rank that loads nothing. A rank of

@@ -66,6 +66,10 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
     `iter()` begins a new pass over the loader and ends the one before, whose iterator then raises an
     InvalidArgumentError.
 
+    The thread reads the loader one batch ahead. A loader's ``state_dict()`` that is taken during a step counts a batch
+    that was not trained. For checkpoints let the loader yield its state beside each batch, ``yield batch,
+    loader.state_dict()``, and save the one that came with the last trained batch.
+
     Raises:
         InvalidArgumentError: not exactly one of `layout`, `lengths` and `segments` is given, `continues` without
             `lengths`, `bidirectional` with `layout`, `branches` without `segments`, or `idle_rows` is negative.
