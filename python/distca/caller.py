@@ -11,7 +11,7 @@ import torch
 from distca.context import Context
 from distca.errors import typed_error, typed_errors
 from distca.planner.plan_source import StepOfTick
-from distca.registry import find_context, get_context
+from distca.registry import find_context, get_context, refuse_closed
 from distca.trace.nsys import operator_range
 
 
@@ -37,7 +37,7 @@ class Caller(NamedTuple):
     def of(context: str | Context, layer: int | str | StepOfTick | None, half: int | None = None) -> Caller:
         """The caller in a context that is given as such, or by its name."""
         if isinstance(context, Context):
-            find_context(context)  # refuses one that another has taken the place of
+            find_context(context)  # refuses one that is closed
             context = context.name
         return Caller(context, layer, half)
 
@@ -85,6 +85,8 @@ class _OperatorCall:
 
     def __init__(self, caller: Caller, operator: str, compares: bool) -> None:
         found = find_context(caller.context)
+        if found is None:
+            refuse_closed(caller.context)
         self._caller = caller
         self._compared = caller.compared if compares else ""
         self._range = operator_range(operator, True) if found is not None and found.nsys else None

@@ -19,7 +19,7 @@ from distca.max_logits import MaxLogits
 from distca.planner.cost import CostModel
 from distca.planner.memory import SLOTS
 from distca.recording import Recording
-from distca.registry import Registered, find_context, open_contexts
+from distca.registry import Registered, closed_names, find_context, open_contexts
 from distca.trace.trace import Trace, from_core
 
 if TYPE_CHECKING:
@@ -209,6 +209,7 @@ class Context(Registered):
         """Leaves the group and frees the heap. May be called again."""
         if open_contexts.get(self.name) is self:
             del open_contexts[self.name]
+            closed_names.add(self.name)
             if self._watch is not None:
                 self._watch.close()
             self._last_step = self.step

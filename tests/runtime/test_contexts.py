@@ -26,8 +26,20 @@ def test_a_closed_context_is_refused_and_may_be_closed_again() -> None:
         inputs = [rows_of_rank(batch, LAYOUT, 0, t) for t in (batch.q, batch.k, batch.v)]
         contexts[0].close()
         contexts[0].close()
-        with pytest.raises(distca.InvalidArgumentError, match=f'no context "{contexts[0].name}"'):
-            distca.core_attention(*inputs, plan, context=contexts[0])
+        name = contexts[0].name
+        for call in (
+            lambda: distca.plan(LAYOUT, HEADS, context=contexts[0]),
+            lambda: distca.plans(LAYOUT, HEADS, context=contexts[0], windows=[None]),
+            lambda: distca.core_attention(*inputs, plan, context=contexts[0]),
+        ):
+            with pytest.raises(distca.InvalidArgumentError, match=f'context "{name}" is closed$'):
+                call()
+        for call in (
+            lambda: distca.plan(LAYOUT, HEADS, context=name),
+            lambda: distca.core_attention(*inputs, plan, context=name),
+        ):
+            with pytest.raises(distca.InvalidArgumentError, match=f"no context .{name}.*this name was closed"):
+                call()
 
 
 def test_a_closed_context_is_not_taken_for_the_one_that_has_its_name_now() -> None:

@@ -19,7 +19,7 @@ from distca.planner.layout import Chunk, Layout, Window
 from distca.planner.memory import MemoryReport, report
 from distca.planner.plan import Plan, Plans
 from distca.planner.scores import MASKS, Scores, numbered
-from distca.registry import find_context
+from distca.registry import find_context, if_closed
 
 if TYPE_CHECKING:
     from distca.context import Context
@@ -226,7 +226,8 @@ def _context_of(layout: Layout, context: Context | str) -> Context:
     """The open context that will run plans of that layout."""
     here = find_context(context)
     if here is None:
-        raise InvalidArgumentError(f"plan: there is no context {context!r}; distca.init makes one")
+        closed = if_closed(str(context))
+        raise InvalidArgumentError(f"plan: there is no context {context!r}; distca.init makes one{closed}")
     if here.num_ranks != layout.num_ranks:
         raise InvalidArgumentError(
             f"plan: the layout is of {layout.num_ranks} ranks, context {here.name!r} of {here.num_ranks}; give a "
