@@ -220,6 +220,22 @@ def test_segments_that_do_not_cover_documents_exactly_once_are_refused(
         assert words in str(caught.value)
 
 
+def test_cumulative_lengths_are_called_so() -> None:
+    cumulative = torch.tensor([0, 5, 9], dtype=torch.int32)
+    for make in (
+        lambda lengths: distca.Layout.from_documents([[3], lengths]),
+        lambda lengths: distca.Layout.packed(lengths, ranks=2, tokens_per_rank=10),
+        lambda lengths: distca.Layout.head_tail(lengths, ranks=2),
+        lambda lengths: distca.Layout.spread(lengths, ranks=2),
+    ):
+        for lengths in (cumulative, cumulative.tolist()):
+            with pytest.raises(distca.InvalidArgumentError, match=r"length 0; these look like cumulative .*cu_seqlens"):
+                make(lengths)
+        with pytest.raises(distca.InvalidArgumentError, match="has length 0; 1 to"):
+            make([0, 5, 4])
+        assert make(cumulative.diff()).document_lengths[-2:] == [5, 4]
+
+
 @pytest.mark.parametrize("length", [0, -3, HUGE])
 def test_impossible_document_lengths_are_refused_with_the_document_and_the_length(length: int) -> None:
     with pytest.raises(distca.InvalidArgumentError, match=rf"document 1 .*length {length};"):

@@ -189,6 +189,12 @@ def test_a_length_that_is_no_integer_is_refused() -> None:
         next(iter(steps))
 
 
+def test_cumulative_lengths_are_called_so() -> None:
+    refused = pytest.raises(distca.InvalidArgumentError, match="length 0, must .* look like cumulative lengths")
+    with distca.PlanAhead([[0, 5, 9]], heads=HEADS, lengths=list) as steps, refused:
+        next(iter(steps))
+
+
 def test_gathered_lengths_need_no_process_group_for_one_rank() -> None:
     with distca.PlanAhead([[3, 4], [5]], heads=HEADS, lengths=list) as steps:
         assert [(batch, _segments(plan)) for batch, plan in steps] == [

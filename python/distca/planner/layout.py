@@ -13,7 +13,15 @@ from distca import _C
 from distca.arguments import is_whole, listed
 from distca.errors import InvalidArgumentError
 from distca.planner.derived import chunked, noised
-from distca.planner.layout_arguments import MOST_ROWS, Begins, bad_length, bad_segment, checked_branches, lists_of_ranks
+from distca.planner.layout_arguments import (
+    MOST_ROWS,
+    Begins,
+    bad_length,
+    bad_segment,
+    checked_branches,
+    lists_of_ranks,
+    refuse_cumulative,
+)
 from distca.planner.layout_arguments import PADDING as PADDING
 
 
@@ -129,6 +137,8 @@ class Layout:
             tensor([0, 1, 2, 3, 0, 1])
         """
         lengths = lists_of_ranks(lengths, "lengths")
+        for rank, of_rank in enumerate(lengths):
+            refuse_cumulative(of_rank, f"layout: the first document on rank {rank} has length 0")
         try:
             return cls._wrap(_C.Layout.from_documents([[index(n) for n in rank] for rank in lengths]))
         except TypeError:
@@ -152,6 +162,7 @@ class Layout:
             ([(0, 0, 4), (1, 0, 2)], [(1, 2, 5)])
         """
         lengths = listed("layout", "lengths", lengths, "a list of lengths")
+        refuse_cumulative(lengths)
         try:
             return cls._wrap(_C.Layout.packed([index(n) for n in lengths], ranks, tokens_per_rank))
         except TypeError:
@@ -190,6 +201,7 @@ class Layout:
             ([(0, 0, 2), (0, 6, 8)], [(1, 0, 2), (1, 6, 8)])
         """
         lengths = listed("layout", "lengths", lengths, "a list of lengths")
+        refuse_cumulative(lengths)
         if not is_whole(longer_than, 0, MOST_ROWS):
             raise InvalidArgumentError(f"layout: longer_than is {longer_than!r}; 0 to {MOST_ROWS} tokens are allowed")
         if context is not None and not is_whole(context, 1):
@@ -229,6 +241,7 @@ class Layout:
             [(0, 0, 6), (0, 33, 40), (1, 0, 6), (2, 0, 8), (3, 0, 2), (4, 0, 1)]
         """
         lengths = listed("layout", "lengths", lengths, "a list of lengths")
+        refuse_cumulative(lengths)
         try:
             return cls._wrap(_C.Layout.spread([index(n) for n in lengths], ranks))
         except TypeError:

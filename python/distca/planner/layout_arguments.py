@@ -67,6 +67,17 @@ def bad_length(lengths: Iterable[tuple[str, Any]]) -> InvalidArgumentError:
     return InvalidArgumentError("layout: numbers of ranks and tokens are integers below 2**63")
 
 
+def refuse_cumulative(lengths: Sequence[Any], begin: str = "layout: document 0 has length 0") -> None:
+    """Raises InvalidArgumentError, whose text begins so, for lengths that begin with 0 and never decrease."""
+    if len(lengths) < 2 or not is_whole(lengths[0], 0, 0):
+        return
+    if all(is_whole(n, 0) for n in lengths) and lengths[0] < lengths[-1] and list(lengths) == sorted(lengths):
+        raise InvalidArgumentError(
+            f"{begin}; these look like cumulative lengths (cu_seqlens): give the length of each document, "
+            "cu_seqlens.diff().tolist()"
+        )
+
+
 def bad_segment(ranks: Iterable[Iterable[Any]]) -> InvalidArgumentError:
     for rank, segments in enumerate(ranks):
         for number, segment in enumerate(segments):
