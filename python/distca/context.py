@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from types import ModuleType, TracebackType
@@ -26,8 +27,11 @@ if TYPE_CHECKING:
     from distca.connect.exchange import Exchange
     from distca.connect.fault_watch import FaultWatch
     from distca.connect.place import Place
+    from distca.planner.stats import PlanStats
 
 _log = logging.getLogger("distca")
+#: How far above its tolerance the imbalance of a plan is if the heap is called too small, as a fraction of the mean.
+_CLEARLY = 0.1
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -85,6 +89,7 @@ class Context(Registered):
         self.nsys = nsys
         self._finder: MaxLogits | None = None  # what `max_logits` has made, while it is in use
         self._is_recording = False
+        self._short_heap_is_noted = threading.Lock()  # never released; plans may be made in several threads
         self._callers: dict[int, tuple[int | str | None, int | None]] | None = None  # layer and half of traced steps
         self.backward_steps: weakref.WeakSet[Any] = weakref.WeakSet()  # steps in parts whose backward is under way
         open_contexts[self.name] = self
@@ -97,6 +102,20 @@ class Context(Registered):
             self.device,
             f"{SLOTS * self.slot_bytes:,}",
             self.attention,
+        )
+
+    def note_short_heap(self, stats: PlanStats, tolerance: float) -> None:
+        """Warns, once in the life of the context, that its heap keeps a plan far from its tolerance."""
+        if stats.imbalance_after <= 1.0 + tolerance + _CLEARLY or not self._short_heap_is_noted.acquire(blocking=False):
+            return
+        _log.warning(
+            "context %r: the heap is too small to balance a batch (%s): its imbalance is %.2f, and %.2f was asked for; "
+            "raise max_tokens of distca.init, or give it heap_bytes of at least %s. Further batches are not reported",
+            self.name,
+            stats.binding,
+            stats.imbalance_after,
+            1.0 + tolerance,
+            f"{SLOTS * stats.wanted_slot_bytes:,}",
         )
 
     @property

@@ -41,6 +41,35 @@ def test_few_tokens_have_a_heap_that_small_documents_fit_into_however_they_are_c
         assert 2 * context.slot_bytes == 8 << 20
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["here", "in PlanAhead's thread"])
+def test_a_heap_that_is_too_small_to_balance_is_a_warning_once(ahead: bool, caplog: pytest.LogCaptureFixture) -> None:
+    uneven = distca.Layout.from_documents([[2000], [10]])
+    small, _ = contexts = distca.loopback(2, max_tokens=1, heads=LARGE, heap_bytes=1 << 20)
+
+    def plans_in(context: distca.Context, **options: object) -> list[distca.Plan]:
+        if not ahead:
+            return [distca.plan(uneven, LARGE, context=context, **options) for _ in range(2)]
+        with distca.PlanAhead([1, 2], heads=LARGE, layout=lambda _: uneven, context=context, **options) as steps:
+            return [plan for _, plan in steps]
+
+    plans_in(small, capacity=1 << 10)  # its own capacity, not the heap's
+    plans_in(small, balance=False)
+    plans_in(small, tolerance=1.0)
+    assert not caplog.records
+    made = plans_in(small)
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("distca", "WARNING")
+    for said in (small.name, "capacity of rank", "imbalance is 2.00", "1.05 was asked for", "max_tokens"):
+        assert said in record.getMessage()
+    assert {plan.digest for plan in made} == {distca.plan(uneven, LARGE, capacity=small.slot_bytes).digest}
+    (heap_bytes,) = (int(n.replace(",", "")) for n in re.findall(r"heap_bytes of at least ([\d,]+)", caplog.text))
+    enough = distca.loopback(2, max_tokens=1, heads=LARGE, heap_bytes=heap_bytes)
+    assert plans_in(enough[0])[0].stats.imbalance_after <= 1.05
+    assert len(caplog.records) == 1
+    for context in [*contexts, *enough]:
+        context.close()
+
+
 @pytest.mark.parametrize("layout_kind", ["documents", "packed"])
 @pytest.mark.parametrize(("ranks", "tokens"), [(8, 32768), (64, 8192), (512, 8192)])
 def test_published_lengths_plan_within_the_default_at_the_usual_tolerance(

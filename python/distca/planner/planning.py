@@ -17,7 +17,7 @@ from distca.heads import DTYPE_NUMBERS, Heads, LayerHeads, shapes_of
 from distca.planner.cost import CostModel
 from distca.planner.layout import Chunk, Layout, Window
 from distca.planner.memory import MemoryReport, report
-from distca.planner.plan import Plan, Plans
+from distca.planner.plan import Plan, Plans, is_bound_by_capacity
 from distca.planner.scores import MASKS, Scores, numbered
 from distca.registry import find_context, if_closed
 
@@ -103,7 +103,8 @@ def plan(
             `core_attention` retains up to as much until its backward has run; multiply it by the layers. The documents
             that save most bytes are retained. Results have the same bits. By default nothing is retained.
         capacity: bytes of one slot's arena. No plan needs more, even if the tolerance is then missed. By default the
-            context's, or unlimited without a context.
+            context's, or unlimited without a context. The first plan of a context that misses the tolerance by far
+            because of the context's capacity is a warning of the logger ``distca``.
         cost: the cost model that is balanced; by default the context's, or visible pairs without a context.
         tasks: a schedule of your own in place of the scheduler's: for each task ``(document, q_begin, q_end,
             kv_head_begin, kv_head_end, server)``, in any order. ``balance``, ``tolerance`` and ``min_rows`` then have
@@ -192,6 +193,7 @@ def plan(
     if not is_whole(round_bytes, 1, _MOST_BYTES):
         raise InvalidArgumentError(f"plan: round_bytes = {round_bytes!r}; None or 1 to 2**46 is allowed")
     retain = _retain_bytes(retain_bytes, layout.num_ranks)
+    keeps_to_heap = capacity is None and here is not None
     if capacity is None:
         capacity = 2**62 if here is None else here.slot_bytes
     if not is_whole(capacity, 1):
@@ -219,7 +221,10 @@ def plan(
         "label": label,
     }
     given = None if tasks is None else [tuple(map(index, task)) for task in tasks]
-    return Plan(layout, heads, arguments, index(rank), tasks=given)
+    made = Plan(layout, heads, arguments, index(rank), tasks=given)
+    if here is not None and keeps_to_heap and is_bound_by_capacity(made):
+        here.note_short_heap(made.stats, float(tolerance))
+    return made
 
 
 def _context_of(layout: Layout, context: Context | str) -> Context:
