@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -62,7 +63,7 @@ def init(
 
     Args:
         group: the ranks. The default is the whole world if ``torch.distributed`` is initialised, and otherwise this
-            process alone.
+            process alone, unless the environment's ``WORLD_SIZE`` says that others were started beside it.
         transport: how rows travel.
             - ``"shm"``: processes on one host.
             - ``"torch"``: processes on any hosts, by ``all_to_all_single`` over a gloo or NCCL group of its own with
@@ -121,8 +122,9 @@ def init(
         OperatingSystemError: the group takes more open files than this process may have.
         PeerDiedError, PeerTimeoutError: a rank has gone, or does not come within ``timeout``.
         InvalidArgumentError: an argument is wrong or differs between ranks, the name is in use, another rank is refused
-            for such a reason of its own, ranks are on several hosts with ``"shm"``, there is no group with ``"torch"``,
-            the heads cannot be divided, or tensor groups or pipelines do not cut all processes into equal parts.
+            for such a reason of its own, ``torch.distributed`` is not initialised in one of several processes, ranks
+            are on several hosts with ``"shm"``, there is no group with ``"torch"``, the heads cannot be divided, or
+            tensor groups or pipelines do not cut all processes into equal parts.
     """
     _check_alone(transport, group, name, link)
     tensor, pipeline = (
@@ -255,12 +257,25 @@ def _check_alone(transport: str, group: object, name: object, link: Link | None)
         raise InvalidArgumentError(f"init: transport = {transport!r}; one of {', '.join(_TRANSPORTS)} is expected")
     if link is not None and transport == "torch":
         raise InvalidArgumentError("init: transport 'torch' has no link; use 'shm' to emulate one")
+    if transport != "loopback" and group is None and not (dist.is_available() and dist.is_initialized()):
+        _check_not_launched()
     if not isinstance(name, str):
         raise InvalidArgumentError(f"init: name = {name!r}; a string is expected")
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise InvalidArgumentError(
             f"init: group is a {type(group).__name__}; a torch.distributed.ProcessGroup is expected, as new_group "
             "returns it"
+        )
+
+
+def _check_not_launched() -> None:
+    """Refuses to make a group of this process alone where torchrun, or `launch`, has started others beside it."""
+    started = os.environ.get("WORLD_SIZE", "1")
+    if started.isdecimal() and int(started) > 1:
+        raise InvalidArgumentError(
+            f"init: the environment has WORLD_SIZE = {started}, as in one of several processes, and torch.distributed "
+            "is not initialised: call torch.distributed.init_process_group before distca.init, or give "
+            'transport="loopback" for a context of this process alone'
         )
 
 
