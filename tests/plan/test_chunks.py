@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 
 import pytest
 import torch
@@ -78,6 +79,12 @@ def test_a_model_with_chunks_has_plans_of_one_layout() -> None:
             one.for_window(Chunk(17))
         with pytest.raises(distca.InvalidArgumentError, match="no plan for a window of 16"):
             one.for_window(16)
+        with pytest.raises(
+            KeyError, match=r"no plan for a window of 16; there are plans for Chunk\(rows=16\), None, 8"
+        ):
+            one[16]
+        assert one.get(16) is None and 16 not in one
+        assert re.fullmatch(r"Plans\(\{Chunk\(rows=16\): Plan\(.*\), None: Plan\(.*\), 8: Plan\(.*\)\}\)", repr(one))
     only = distca.plans(layout, HEADS, windows=[Chunk(64)])
     assert only.layout is layout
     again = distca.Plans(dict(only))  # as loops that move batches to a device make any mapping again

@@ -253,6 +253,8 @@ class Plans(Mapping[Window, Plan]):
         self._layout = found
 
     def __getitem__(self, window: Window) -> Plan:
+        if window not in self._by_window:
+            raise KeyError(self._no_plan(window))
         return self._by_window[window]
 
     def __iter__(self) -> Iterator[Window]:
@@ -293,10 +295,7 @@ class Plans(Mapping[Window, Plan]):
         if window in self._by_window:
             return self._by_window[window]
         if len({plan.heads for plan in self.values()}) > 1:
-            raise InvalidArgumentError(
-                f"plans: no plan for a window of {window}; there are plans for {', '.join(map(str, self))}, whose "
-                "heads differ: make them with distca.plans(layout, heads, windows=[...]) for the windows of all layers"
-            )
+            raise InvalidArgumentError(self._no_plan(window))
         longest = max(self._layout.document_lengths, default=0)
         if isinstance(window, Chunk) and window.rows >= longest and (whole := self.for_window(None)).mask == "causal":
             return whole
@@ -306,7 +305,14 @@ class Plans(Mapping[Window, Plan]):
                     return plan
             elif not isinstance(window, Chunk) and plan.same_window(window):
                 return plan
-        raise InvalidArgumentError(
-            f"plans: no plan for a window of {window}; there are plans for {', '.join(map(str, self))}: make them with "
-            f"distca.plans(layout, heads, windows=[...])"
+        raise InvalidArgumentError(self._no_plan(window))
+
+    def _no_plan(self, window: Window) -> str:
+        differ = ", whose heads differ" if len({plan.heads for plan in self.values()}) > 1 else ""
+        return (
+            f"plans: no plan for a window of {window}; there are plans for {', '.join(map(str, self))}{differ}: make "
+            "them with distca.plans(layout, heads, windows=[...]) for the windows of all layers"
         )
+
+    def __repr__(self) -> str:
+        return f"Plans({self._by_window!r})"
