@@ -83,6 +83,12 @@ def check_rows(function: str, q: torch.Tensor, plan: Plan) -> None:
         )
 
 
+def dtype_under_autocast(t: torch.Tensor) -> torch.dtype:
+    """The dtype of what attention computes with: autocast's, if it is on, and otherwise that of the tensor."""
+    device = t.device.type
+    return torch.get_autocast_dtype(device) if device in _DEVICES and torch.is_autocast_enabled(device) else t.dtype
+
+
 def as_autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """q, k and v in autocast's dtype if autocast is on, and otherwise as they are. Checks the dtype that they have."""
     device = q.device.type
@@ -150,5 +156,5 @@ def refuse_forward_mode(name: str, *inputs: Any) -> None:
     for t in inputs:
         if isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None:
             raise InvalidArgumentError(
-                f"{name} has no forward-mode derivative: an input has a tangent; use reverse mode (backward, vjp)"
+                f"{name} has no forward-mode derivative: an input has a tangent; use backward or torch.autograd.grad"
             )

@@ -162,6 +162,7 @@ def test_a_forgotten_plan_in_training_says_what_to_pass(two_ranks) -> None:
         assert (
             f"no plan in a training step of rank {rank} of 2: pass plan=distca.plan(layout, heads, context" in message
         )
+        assert "class Balanced(hf.PlanInputs, Trainer)" in message
 
 
 # ---- one process ----
@@ -251,6 +252,16 @@ def test_what_a_plan_cannot_mean_is_refused_with_what_to_do(options: dict, messa
     arguments = {"input_ids": IDS, "position_ids": POSITIONS, "plan": _plan(), **options}
     with pytest.raises(distca.InvalidArgumentError, match=message):
         _model("distca")(**arguments)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_plan_of_another_dtype_says_which_heads_to_give(autocast: bool) -> None:
+    model = _model("distca") if autocast else _model("distca").bfloat16()
+    refused = pytest.raises(
+        distca.InvalidArgumentError, match=r"of torch.float32: .*heads_of\(model.config, torch.bfloat16"
+    )
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), refused:
+        model(IDS, position_ids=POSITIONS, plan=_plan())
 
 
 def test_a_plan_in_a_step_that_continues_from_a_cache_is_refused() -> None:

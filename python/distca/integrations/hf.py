@@ -41,6 +41,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from distca.context import Context
 from distca.current import current
 from distca.errors import refusals_told
+from distca.inputs import dtype_under_autocast
 from distca.integrations.hf_batches import PlanInputs as PlanInputs
 from distca.integrations.hf_batches import plan_inputs as plan_inputs
 from distca.integrations.hf_bidirectional import makes_blocks
@@ -295,6 +296,14 @@ def _check_call(query: torch.Tensor, key: torch.Tensor, plan: Plan, dropout: flo
         f"the input has {num_rows} rows but the plan was made for {expected} rows on rank {plan.rank}: "
         "make a plan of this batch's layout",
     )
+    if not torch.compiler.is_compiling():  # of compiled layers the core tells
+        dtype, planned = dtype_under_autocast(query), plan.heads.dtype
+        refuse(
+            dtype != planned,
+            f"the layer's tensors are {dtype}, and the plan was made for heads of {planned}: give "
+            f"heads=distca.integrations.hf.heads_of(model.config, {dtype}) to distca.init, from whose context "
+            "hf.PlanInputs takes them, and to distca.plan where you call it",
+        )
     refuse(
         key.shape[2] != num_rows,
         f"{key.shape[2]} keys for {num_rows} rows: a plan covers whole documents, so pass use_cache=False and no "

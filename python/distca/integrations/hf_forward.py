@@ -83,7 +83,8 @@ def check_plan_not_needed(training: bool, distca_context: Context | str) -> None
                 True,
                 f"no plan in a training step of rank {context.rank} of {context.num_ranks}: pass "
                 "plan=distca.plan(layout, heads, context=context) to the model's forward on every rank "
-                "(distca.PlanAhead makes them), or call model.eval() for local attention",
+                "(distca.PlanAhead makes them; for a Trainer hf.PlanInputs does, which stands before it in the bases: "
+                "class Balanced(hf.PlanInputs, Trainer)), or call model.eval() for local attention",
             )
 
 
