@@ -245,7 +245,11 @@ def test_generate_gives_the_tokens_of_sdpa(cache: str) -> None:
         ),
         ({"position_ids": POSITIONS.flip(1)}, r"pass position_ids=plan.layout.position_ids"),
         ({"plan": _plan().tensor}, r"plan is a Tensor, must be a distca.Plan"),
-        ({"plan": distca.plan(LAYOUT, HEADS, rank=0), "is_causal": False}, r"only causal attention"),
+        (
+            {"plan": distca.plan(LAYOUT, HEADS, rank=0), "is_causal": False},
+            r"not causal; .* only causal attention .* no encoders .* whatever the plan's mask",
+        ),
+        ({"plan": distca.plan(LAYOUT, HEADS, rank=0, mask="full")}, r"mask is full; .* only causal .* no encoders"),
     ],
 )
 def test_what_a_plan_cannot_mean_is_refused_with_what_to_do(options: dict, message: str) -> None:

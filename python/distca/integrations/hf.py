@@ -188,7 +188,11 @@ def _plan_of_layer(plan: Plan | Plans | PlanSource, window: Window) -> Plan:
         refuse_other_plan(plan)
     if not plan.has_documents:
         return plan
-    refuse(plan.mask != "causal", f"the plan's mask is {plan.mask}; a causal one is needed")
+    refuse(
+        plan.mask != "causal",
+        f"the plan's mask is {plan.mask}; in models of transformers only causal plans are supported yet, and so no "
+        "encoders of text (BERT, ModernBERT): for a causal model leave out mask=",
+    )
     longest = longest or max(plan.layout.document_lengths, default=0)
     # Chunks that no document is longer than are its documents.
     window = None if isinstance(window, Chunk) and window.rows >= longest else window
@@ -261,7 +265,8 @@ def _checked_plan(
     )
     refuse(
         not _is_causal(module, kwargs) and (compared is None or not compared.has_blocks()),
-        "this layer is not causal; only causal attention is supported yet. Beside an encoder of images or sound, say "
+        "this layer is not causal; in models of transformers only causal attention is supported yet, and so no "
+        "encoders of text (BERT, ModernBERT), whatever the plan's mask. Beside an encoder of images or sound, say "
         'which part is for distca: attn_implementation={"text_config": "distca", "vision_config": "sdpa"}',
     )
     refuse(
