@@ -53,6 +53,10 @@ def check_tensors(function: str, q: Any, k: Any, v: Any, sinks: Any) -> None:
             raise InvalidArgumentError(
                 f"{function}: {name} is a DTensor; pass this rank's part of it, {name}.to_local()"
             )
+        if isinstance(value, torch.Tensor) and value.layout != torch.strided:
+            raise InvalidArgumentError(f"{function}: {name} is sparse; pass a dense tensor, {name}.to_dense()")
+    if sinks is not None and sinks.is_complex():
+        raise InvalidArgumentError(f"{function}: sinks has dtype {sinks.dtype}; real numbers are expected")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 3:
             raise InvalidArgumentError(
@@ -126,7 +130,10 @@ def _as_number(name: str, value: Any) -> float:
             raise InvalidArgumentError(f"{name} has shape {list(value.shape)}; a number is expected")
     if not isinstance(value, SupportsFloat):
         raise InvalidArgumentError(f"{name} = {value!r}; a number is expected")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise InvalidArgumentError(f"{name} is too large for a floating-point number") from None
 
 
 def finder_of(context: str | Context) -> MaxLogits | None:

@@ -102,6 +102,7 @@ def core_attention(
     plan, plan_backward, layer, layer_backward = call
     check_tensors("core_attention", q, k, v, sinks)
     check_flag("core_attention", "max_logits", max_logits)
+    check_flag("core_attention", "deterministic", deterministic)
     if torch.compiler.is_compiling():  # layers that differ in a constant would not share a graph
         layer = layer_backward = None
     else:

@@ -325,6 +325,7 @@ def dispatch(
     call = resolved("dispatch", plan, plan_backward, layer)
     check_tensors("dispatch", q, k, v, sinks)
     check_flag("dispatch", "max_logits", max_logits)
+    check_flag("dispatch", "deterministic", deterministic)
     scale, softcap = as_numbers(scale, softcap)
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "deterministic": deterministic}
     return begin(q, k, v, call, context=context, sinks=sinks, max_logits=max_logits, **options)

@@ -18,6 +18,13 @@ OF_MODELS = "python/distca/integrations/hf_bidirectional.py"
 
 FAULTS = [
     Fault(
+        "a layer without bidirectional rows gets the plan of layers that have them",
+        "python/distca/planner/plan.py",
+        "        if self._exact or len(",
+        "        if len(",
+        ("tests/plan/test_bidirectional_layouts.py",),
+    ),
+    Fault(
         "bidirectional: the last row of a range sees one key less",
         KERNEL,
         "std::clamp<int64_t>(range.end - key, 0, num_keys)",

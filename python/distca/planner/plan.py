@@ -236,12 +236,15 @@ class Plans(Mapping[Window, Plan]):
 
     Args:
         by_window: the plans. One of a `Chunk` knows its documents if `plans` made it; if all are of chunks, one must.
+        exact: whether `for_window` takes the plan of exactly the window that it is asked for and no other, because
+            layers of windows with the same effect differ in their bidirectional rows.
     """
 
-    def __init__(self, by_window: Mapping[Window, Plan]) -> None:
+    def __init__(self, by_window: Mapping[Window, Plan], *, exact: bool = False) -> None:
         if not by_window:
             raise InvalidArgumentError("plans: no windows are given; None stands for a layer without one")
         self._by_window = dict(by_window)
+        self._exact = exact
         whole = [plan.whole if isinstance(window, Chunk) else plan.layout for window, plan in self.items()]
         layouts = [layout for layout in whole if layout is not None]
         found = max(layouts, key=lambda layout: layout._core.has_bidirectional, default=None)  # some may lack such rows
@@ -279,22 +282,23 @@ class Plans(Mapping[Window, Plan]):
 
     def for_rank(self, rank: int) -> Plans:
         """The same plans seen from another rank."""
-        return Plans({window: plan.for_rank(rank) for window, plan in self.items()})
+        return Plans({window: plan.for_rank(rank) for window, plan in self.items()}, exact=self._exact)
 
     def for_parts(self, half: int | None = None) -> Plans:
         """A copy whose steps `core_attention` takes in parts. `half` tells traces which half of ping-pong it is of."""
-        return Plans({window: plan.for_parts(half) for window, plan in self.items()})
+        return Plans({window: plan.for_parts(half) for window, plan in self.items()}, exact=self._exact)
 
     def for_window(self, window: Window) -> Plan:
         """The plan for layers of that window. All windows, and chunks, at least as long as every document have the same
-        effect. Where plans differ in their heads, only the plan of exactly that window is meant.
+        effect. Where plans differ in their heads, or some of them alone have bidirectional rows
+        (`plans(bidirectional_windows=)`), only the plan of exactly that window is meant.
 
         Raises:
             InvalidArgumentError: no plan here has that effect. The message names the windows that there are.
         """
         if window in self._by_window:
             return self._by_window[window]
-        if len({plan.heads for plan in self.values()}) > 1:
+        if self._exact or len({plan.heads for plan in self.values()}) > 1:
             raise InvalidArgumentError(self._no_plan(window))
         longest = max(self._layout.document_lengths, default=0)
         if isinstance(window, Chunk) and window.rows >= longest and (whole := self.for_window(None)).mask == "causal":
@@ -309,6 +313,7 @@ class Plans(Mapping[Window, Plan]):
 
     def _no_plan(self, window: Window) -> str:
         differ = ", whose heads differ" if len({plan.heads for plan in self.values()}) > 1 else ""
+        differ += ", of which some alone have bidirectional rows" if self._exact else ""
         return (
             f"plans: no plan for a window of {window}; there are plans for {', '.join(map(str, self))}{differ}: make "
             "them with distca.plans(layout, heads, windows=[...]) for the windows of all layers"

@@ -322,7 +322,8 @@ def plans(
         raise InvalidArgumentError(f"plans: bidirectional_windows has {others}, which are none of the windows {given}")
     if "window" in options:
         raise InvalidArgumentError("plans: window and windows are given; name all of them in windows")
-    return Plans({window: made(window) for window in dict.fromkeys(given)})
+    exact = bidirectional is not None and layout._core.has_bidirectional
+    return Plans({window: made(window) for window in dict.fromkeys(given)}, exact=exact)
 
 
 def memory_report(*plans: Plan, context: Context | str | None = None, layers: int = 1) -> MemoryReport:
