@@ -5,6 +5,7 @@ checkpoints do.
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 import weakref
 from collections.abc import Callable
@@ -105,6 +106,25 @@ def test_a_plan_is_freed_once_nobody_has_it() -> None:
     gone = weakref.ref(plan._core)
     del plan
     assert gone() is None
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_checkpoint_with_plans_is_read_where_their_types_are_allowed(options: dict[str, Any]) -> None:
+    types = [distca.Plan, distca.Plans, distca.Layout, distca.Heads, distca.CostModel, distca.Chunk]
+    plan = distca.plan(LAYOUT, HEADS, **options)
+    plans = distca.plans(LAYOUT, HEADS, windows=[None, 50, distca.Chunk(64)])
+    file = io.BytesIO()
+    torch.save({"plan": plan, "plans": plans}, file)
+    file.seek(0)
+    with pytest.raises(pickle.UnpicklingError, match="not an allowed global"):
+        torch.load(file)
+    file.seek(0)
+    with torch.serialization.safe_globals(types):
+        read = torch.load(file)
+    assert read["plan"].tasks == plan.tasks
+    assert {window: one.digest for window, one in read["plans"].items()} == {
+        window: one.digest for window, one in plans.items()
+    }
 
 
 def test_a_pickled_plan_that_was_altered_is_refused() -> None:
