@@ -104,6 +104,11 @@ class Context(Registered):
             self.attention,
         )
 
+    @property
+    def short_heap_is_noted(self) -> bool:
+        """Whether `note_short_heap` has warned."""
+        return self._short_heap_is_noted.locked()
+
     def note_short_heap(self, stats: PlanStats, tolerance: float) -> None:
         """Warns, once in the life of the context, that its heap keeps a plan far from its tolerance."""
         if stats.imbalance_after <= 1.0 + tolerance + _CLEARLY or not self._short_heap_is_noted.acquire(blocking=False):

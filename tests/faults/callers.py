@@ -33,8 +33,8 @@ FAULTS = [
     Fault(
         "a scale that is a tensor is read again in backward",
         "python/distca/inputs.py",
-        'a number is expected")\n    return float(value)',
-        'a number is expected")\n    return value',
+        "        return float(value)\n    except OverflowError:",
+        "        return value\n    except OverflowError:",
         (CALLERS,),
     ),
     Fault(

@@ -146,8 +146,8 @@ FAULTS = [
     Fault(
         "windows of one effect are taken for each other though their layers have other heads",
         "python/distca/planner/plan.py",
-        "if len({plan.heads for plan in self.values()}) > 1:",
-        "if False:",
+        "if self._exact or len({plan.heads for plan in self.values()}) > 1:",
+        "if self._exact:",
         (HEADS,),
     ),
     Fault(

@@ -9,6 +9,7 @@ import sys
 from importlib.resources import files
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 
 import distca
 from distca import _C
+from distca.connect import init as connecting
 from distca.connect import nvshmem
 from support.processes import Group, fault_of
 
@@ -89,6 +91,7 @@ class Calls:
         monkeypatch.setattr(_C, "nvshmem_unique_id", lambda: b"id")
         monkeypatch.setattr(_C, "nvshmem_join", lambda **_: None)
         monkeypatch.setattr(_C, "prepare_nvshmem", self._prepare)
+        monkeypatch.setattr(nvshmem, "_process", SimpleNamespace(has_heap=False))
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4 << 20, 8 << 20))
 
     def _prepare(self, **options: Any) -> Calls:
@@ -140,6 +143,11 @@ def test_no_rank_allocates_symmetric_memory_that_one_of_them_does_not_have(monke
     monkeypatch.setattr(Calls, "connect", lambda _: pytest.fail("this would wait for ever"))
     with pytest.raises(distca.DeviceError, match="rank 0: the heap has 2097152 bytes, and cuda:3 has 2097151 free"):
         calls.begin(timeout=600.0)
+    calls = Calls(monkeypatch, [["", "|"], ["", ""], ["", ""]])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 8 << 20))
+    monkeypatch.setattr(Calls, "connect", lambda _: "connected")
+    nvshmem._process.has_heap = True  # NVSHMEM keeps the memory of a context that was closed
+    assert calls.begin(timeout=600.0) == "connected"
 
 
 @pytest.mark.parametrize(("value", "is_refused"), [("1", True), ("true", True), ("0", False), ("", False)])
@@ -155,10 +163,25 @@ def test_several_ports_are_refused_because_rows_could_come_after_their_signal(
         calls.begin(timeout=600.0)
 
 
-def test_a_rank_whose_peers_cannot_open_its_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvshmem, "gather_text", lambda mine, group, timeout: [mine, "reaching the memory of another"])
+def test_all_ranks_are_told_that_two_cannot_open_each_others_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    removed: list[str] = []
+    request = connecting._Request(
+        None, 2, "cuda-ipc", "mine", "cuda:0", "auto", None, progress_thread=False, link=None, timeout=1.0, options={}
+    )
+    monkeypatch.setattr(_C, "remove_context", removed.append)
+    monkeypatch.setattr(_C, "connect_ipc", lambda **_: "connected")
+    monkeypatch.setattr(nvshmem, "_gather", lambda mine, group, limit: [mine, "reaching the memory of another"])
     with pytest.raises(distca.DeviceError, match="init: transport 'cuda-ipc', rank 1: reaching the memory of another"):
-        nvshmem.on_all(object(), 1.0, "cuda-ipc", lambda: "connected")  # type: ignore[arg-type]
+        connecting._over_ipc(request, {"connect_timeout": 1.0})
+    assert removed == ["mine"]
+
+    def never(**_: Any) -> None:
+        raise distca.PeerTimeoutError("rank 1 did not come")
+
+    monkeypatch.setattr(_C, "connect_ipc", never)
+    with pytest.raises(distca.PeerTimeoutError, match="rank 1 did not come"):
+        connecting._over_ipc(request, {"connect_timeout": 1.0})
+    assert removed == ["mine"]
 
 
 @pytest.mark.parametrize(("timeout", "expected"), [(5.0, 5.0), (600.0, 120.0)])

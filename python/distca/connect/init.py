@@ -257,7 +257,7 @@ def _check_alone(transport: str, group: object, name: object, link: Link | None)
         raise InvalidArgumentError(f"init: transport = {transport!r}; one of {', '.join(_TRANSPORTS)} is expected")
     if link is not None and transport == "torch":
         raise InvalidArgumentError("init: transport 'torch' has no link; use 'shm' to emulate one")
-    if transport != "loopback" and group is None and not (dist.is_available() and dist.is_initialized()):
+    if transport == "auto" and group is None and not (dist.is_available() and dist.is_initialized()):
         _check_not_launched()
     if not isinstance(name, str):
         raise InvalidArgumentError(f"init: name = {name!r}; a string is expected")
@@ -340,10 +340,7 @@ def _connect(r: _Request, place: Place) -> tuple[_C.Context, Exchange | None]:
         "connect_timeout": min(r.timeout, 120.0),
     }
     if r.device != "cpu":
-        limit = r.timeout + mesh["connect_timeout"]
-        return nvshmem.on_all(
-            r.group, limit, "cuda-ipc", lambda: _C.connect_ipc(**on_device, **mesh, **r.options)
-        ), None
+        return _over_ipc(r, {**on_device, **mesh, **r.options}), None
     core = made_by.connect_shm(progress_thread=r.progress_thread, cpu_isa=r.cpu_isa, **linked, **mesh, **r.options)
     return core, None
 
@@ -353,6 +350,26 @@ def _emulation() -> ModuleType:
     from distca.testing import _emulation
 
     return _emulation
+
+
+def _over_ipc(r: _Request, options: dict[str, Any]) -> _C.Context:
+    """A context whose ranks open each other's memory, or an error on all of them."""
+    is_made = False
+
+    def connect() -> _C.Context:
+        nonlocal is_made
+        made = _C.connect_ipc(**options)
+        is_made = True
+        return made
+
+    try:
+        return nvshmem.on_all(r.group, r.timeout + options["connect_timeout"], "cuda-ipc", connect)
+    except BaseException as error:
+        if is_made:
+            _C.remove_context(r.name)
+        if isinstance(error.__cause__, DistcaError):  # what this rank itself met
+            raise error.__cause__ from None
+        raise
 
 
 def _over_nvshmem(r: _Request) -> tuple[_C.Context, None]:

@@ -12,6 +12,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +26,7 @@ from distca.errors import DeviceError, InvalidArgumentError
 _Result = TypeVar("_Result")
 
 _LIBRARY = "libnvshmem_host.so.3"
+_process = SimpleNamespace(has_heap=False)  # whether NVSHMEM has allocated a heap in this process
 _TOLD = 200
 """The most bytes of a problem that are told to the other ranks."""
 HEAP_VARIABLE = "EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB"
@@ -102,7 +104,8 @@ def connect(
     connect_timeout = min(timeout, 120.0)
 
     def prepare() -> _C.NvshmemRank:
-        _check_memory(device, 2 * options["slot_bytes"])
+        if not _process.has_heap:
+            _check_memory(device, 2 * options["slot_bytes"])
         return _C.prepare_nvshmem(
             **member,
             attention=attention,
@@ -114,7 +117,9 @@ def connect(
             **options,
         )
 
-    return on_all(group, timeout + connect_timeout, "nvshmem", prepare).connect()
+    context = on_all(group, timeout + connect_timeout, "nvshmem", prepare).connect()
+    _process.has_heap = True
+    return context
 
 
 def _check_variables() -> str:
@@ -130,7 +135,8 @@ def _check_variables() -> str:
 def _check_memory(device: str, heap_bytes: int) -> None:
     """Raises DeviceError where the heap is larger than the free memory of the device.
 
-    NVSHMEM allocates it on all ranks together: a rank that cannot would leave the others waiting without limit.
+    NVSHMEM allocates it on all ranks together: a rank that cannot would leave the others waiting without limit. It
+    keeps the memory of earlier heaps, which later ones may get; therefore only the first one of a process is looked at.
     """
     free, _ = torch.cuda.mem_get_info(device)
     if heap_bytes > free:
@@ -154,6 +160,7 @@ def on_all(group: dist.ProcessGroup | None, limit: float, transport: str, work: 
         problem = str(error) or type(error).__name__
     for peer, reason in enumerate(_gather(_told(problem), group, limit)):
         if reason:
+            done.clear()  # the error's traceback would keep it
             raise DeviceError(f"init: transport {transport!r}, rank {peer}: {reason}") from cause
     return done[0]
 

@@ -313,7 +313,7 @@ class Plans(Mapping[Window, Plan]):
 
     def _no_plan(self, window: Window) -> str:
         differ = ", whose heads differ" if len({plan.heads for plan in self.values()}) > 1 else ""
-        differ += ", of which some alone have bidirectional rows" if self._exact else ""
+        differ += ", and bidirectional_windows holds for these alone" if self._exact else ""
         return (
             f"plans: no plan for a window of {window}; there are plans for {', '.join(map(str, self))}{differ}: make "
             "them with distca.plans(layout, heads, windows=[...]) for the windows of all layers"

@@ -101,7 +101,8 @@ def plan(
         retain_bytes: bytes of keys and values that each rank, as a server, may retain from a step's forward to its
             backward, so that they are not sent again: one number for all ranks, or one for each. Every call of
             `core_attention` retains up to as much until its backward has run; multiply it by the layers. The documents
-            that save most bytes are retained. Results have the same bits. By default nothing is retained.
+            that save most bytes are retained, and none that share rows. Results have the same bits. By default nothing
+            is retained.
         capacity: bytes of one slot's arena. No plan needs more, even if the tolerance is then missed. By default the
             context's, or unlimited without a context. The first plan of a context that misses the tolerance by far
             because of the context's capacity is a warning of the logger ``distca``.
@@ -222,7 +223,7 @@ def plan(
     }
     given = None if tasks is None else [tuple(map(index, task)) for task in tasks]
     made = Plan(layout, heads, arguments, index(rank), tasks=given)
-    if here is not None and keeps_to_heap and is_bound_by_capacity(made):
+    if here is not None and keeps_to_heap and not here.short_heap_is_noted and is_bound_by_capacity(made):
         here.note_short_heap(made.stats, float(tolerance))
     return made
 

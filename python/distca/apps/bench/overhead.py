@@ -16,7 +16,7 @@ def run(rounds: int | None = None, short: bool = False) -> Result:
     pairs = rounds or (10 if short else 30)
     heads = distca.Heads(q=HEADS, kv=HEADS, dim=DIM)
     q, k, v = torch.randn(3, ROWS, HEADS, DIM, generator=torch.Generator().manual_seed(0))
-    with distca.init(max_tokens=ROWS, heads=heads, name="bench/overhead") as context:
+    with distca.init(transport="loopback", max_tokens=ROWS, heads=heads, name="bench/overhead") as context:
         plan = distca.plan(distca.Layout.from_documents([[ROWS]]), heads, context=context)
         ours, local = alternate(
             [lambda: distca.core_attention(q, k, v, plan, context=context), lambda: distca.attention(q, k, v)], pairs
