@@ -72,6 +72,15 @@ void PutTable::clear() {
   num_bytes_ = 0;
 }
 
+LinkModel link_of(int major, int minor) {
+  const auto with = [](int64_t gigabytes_per_second) {
+    return LinkModel{.bytes_per_second = gigabytes_per_second << 30};
+  };
+  if (major == 8 && minor == 0) return with(300);
+  if (major == 9) return with(450);
+  return with(major == 10 ? 900 : 64);
+}
+
 int32_t blocks_for(const LinkModel& link, int64_t bytes_under_way_of_a_block) {
   const double under_way = static_cast<double>(link.bytes_per_second) * static_cast<double>(link.latency_ns) * 1e-9;
   const auto blocks = static_cast<int64_t>(under_way / static_cast<double>(bytes_under_way_of_a_block)) + 1;

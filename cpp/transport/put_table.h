@@ -116,10 +116,13 @@ class DISTCA_EXPORT PutTable {
 /// The number of thread blocks that keep a link busy (Little's law): the bytes that must be under way to hide its
 /// latency, divided by the bytes that one block has under way. The rest of the GPU is left to attention.
 struct LinkModel {
-  int64_t bytes_per_second = int64_t{450} << 30;  // NVLink 4, one direction
-  int64_t latency_ns = 1500;                      // of a load followed by a store to a peer
+  int64_t bytes_per_second;   // in one direction
+  int64_t latency_ns = 1500;  // of a load followed by a store to a peer
   int32_t max_blocks = 32;
 };
+/// The link that the GPUs of a compute capability have between them: NVLink 3 (A100), 4 (H100, H200) and 5 (B200,
+/// B300), and PCIe 5 elsewhere.
+DISTCA_EXPORT LinkModel link_of(int major, int minor);
 DISTCA_EXPORT int32_t blocks_for(const LinkModel& link, int64_t bytes_under_way_of_a_block);
 
 }  // namespace distca::transport

@@ -32,11 +32,18 @@ void close_shared(int device, std::byte* memory) noexcept {
   forget_error();
 }
 
+int blocks_that_keep_a_link_busy(int device) {
+  int major = 0, minor = 0;
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "compute capability");
+  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "compute capability");
+  return blocks_of_puts(major, minor);
+}
+
 class CudaStreams final : public Streams {
  public:
   CudaStreams(int device, runtime::CurrentStream current_stream, std::chrono::milliseconds timeout, int put_blocks)
       : device_(device),
-        put_blocks_(put_blocks),
+        put_blocks_(put_blocks > 0 ? put_blocks : blocks_that_keep_a_link_busy(device)),
         queue_(std::make_shared<DeviceQueue>(device, current_stream, timeout)) {
     const DeviceGuard guard(device_);
     load_put_kernels();

@@ -165,19 +165,15 @@ std::span<const transport::TablePart> PutParts::of(const transport::PutTable& ta
   return parts_;
 }
 
-namespace {
-
-int32_t put_blocks(int32_t asked) {
+int32_t blocks_of_puts(int major, int minor) {
   constexpr int64_t kBytesUnderWay = int64_t{kThreads} * kWordsUnderWay * 16;
-  return asked > 0 ? asked : transport::blocks_for({}, kBytesUnderWay);
+  return transport::blocks_for(transport::link_of(major, minor), kBytesUnderWay);
 }
 
-}  // namespace
-
-int32_t sms_of_puts(int32_t blocks) { return ceil_div(put_blocks(blocks), kPutBlocksOfSm); }
+int32_t sms_of_puts(int32_t blocks) { return ceil_div(blocks, kPutBlocksOfSm); }
 
 void put_rows(const DeviceTable& table, const Guard& guard, int32_t blocks, cudaStream_t stream) {
-  put_kernel<<<static_cast<unsigned>(put_blocks(blocks)), kThreads, 0, stream>>>(DevicePutTable(table), guard);
+  put_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(DevicePutTable(table), guard);
   check(cudaGetLastError(), "the put kernel");
 }
 

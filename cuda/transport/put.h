@@ -31,9 +31,11 @@ class PutParts {
   std::array<transport::TablePart, 4> parts_;
 };
 
+/// The thread blocks that keep the link of a GPU of that compute capability busy.
+int32_t blocks_of_puts(int major, int minor);
 /// For each message, waits for the peer's credit, copies the rows, 16 bytes a thread where they are aligned, and writes
-/// the signal. `blocks` thread blocks share the chunks; 0 means as many as keep a link busy. Each block may wait;
-/// therefore all of them must fit on the GPU at once.
+/// the signal. `blocks` thread blocks share the chunks. Each block may wait; therefore all of them must fit on the GPU
+/// at once.
 void put_rows(const DeviceTable& table, const Guard& guard, int32_t blocks, cudaStream_t stream);
 /// The multiprocessors that put_rows takes: as few as all its thread blocks fit on.
 int32_t sms_of_puts(int32_t blocks);

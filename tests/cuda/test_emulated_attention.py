@@ -75,16 +75,22 @@ def test_own_attention_gives_rows_the_same_bits_whatever_the_plan(own_gpu: Emula
         assert torch.equal(a, b), name
 
 
-@BOTH
-def test_attention_leaves_multiprocessors_to_what_carries_rows_exactly_while_rows_travel(own_gpu: EmulatedGpu) -> None:
+@pytest.mark.parametrize(("own_gpu", "link"), [(9, 450), (8, 300)], ids=["9.0", "8.0"], indirect=["own_gpu"])
+def test_attention_leaves_multiprocessors_to_what_carries_rows_exactly_while_rows_travel(
+    own_gpu: EmulatedGpu, link: int
+) -> None:
     lengths = (200, 200)
     batch, layout = random_batch(lengths, OWN, 1), distca.Layout.from_documents([[200], [200]])
-    blocks = []
+    blocks, puts = [], []
     for plan in (distca.plan(layout, OWN), distca.plan(layout, OWN, tasks=random_tasks(layout, OWN.kv, 1))):
-        own_gpu.take_most_blocks("kKernel")
+        for kernel in ("kKernel", "put_kernel"):
+            own_gpu.take_most_blocks(kernel)
         _own_step(batch, plan)
         blocks.append(own_gpu.take_most_blocks("kKernel"))
+        puts.append(own_gpu.take_most_blocks("put_kernel"))
     assert blocks == [4, 2]  # of the emulated GPU's 4 multiprocessors, of which puts want more than half
+    # In 1.5 us so many GiB/s have that much under way, and a block has 4 words of 16 bytes of each of 512 threads.
+    assert puts[1] == 1 + link * 2**30 * 1.5e-6 // (512 * 4 * 16)
 
 
 @BOTH

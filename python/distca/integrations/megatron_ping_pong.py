@@ -86,8 +86,18 @@ def _blocks_of(chunk: Any) -> list[Any]:
             "PlannedBatches(..., ping_pong=False)"
         )
     for block in blocks:
+        _refuse_compiled_layers(block)
         prepare(block)
     return blocks
+
+
+def _refuse_compiled_layers(block: Any) -> None:
+    for name, module in block.named_modules():
+        if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
+            raise InvalidArgumentError(
+                f"ping-pong: {name} ({type(module).__name__}) is compiled, and compiled code cannot give the turn to "
+                "the other half inside of a tick; leave out torch.compile, or ping_pong=True"
+            )
 
 
 def _forward(

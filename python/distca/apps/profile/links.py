@@ -87,7 +87,7 @@ def call_overhead(rounds: int) -> float:
     heads = distca.Heads(q=2, kv=1, dim=64)
     layout = distca.Layout.from_documents([[16]] * dist.get_world_size())
     q, k, v = (torch.randn(16, n, 64).requires_grad_() for n in (2, 1, 1))
-    with distca.init(transport="loopback", max_tokens=16, heads=heads, name="profile/call") as context:
+    with distca.init(max_tokens=16, heads=heads, name="profile/call") as context:
         plan = distca.plan(layout, heads, context=context)
 
         def calls() -> None:
