@@ -25,7 +25,7 @@ from support.random_plans import HEADS
         ({"servers": []}, "servers is empty"),
         ({"servers": [3]}, "servers = [3]; ranks from 0 to 2"),
         ({"servers": [0], "balance": False}, "without balance"),
-        ({"ranks_per_node": 0}, "ranks_per_node = 0; None or a positive"),
+        ({"ranks_per_node": 0}, "ranks_per_node = 0; None or 1 to"),
         ({"min_rows": 0}, "min_rows = 0"),
         ({"min_rows": -5}, "min_rows = -5"),
         ({"capacity": 0}, "capacity = 0"),

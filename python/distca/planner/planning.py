@@ -165,13 +165,13 @@ def plan(
         if not all(is_whole(speed, 1, 2**20) for speed in speeds):
             raise InvalidArgumentError(f"plan: speeds = {speeds}; integers from 1 to {2**20} are allowed")
     if ranks_per_node is not None and not is_whole(ranks_per_node, 1):
-        raise InvalidArgumentError(f"plan: ranks_per_node = {ranks_per_node!r}; None or a positive number is allowed")
+        raise InvalidArgumentError(f"plan: ranks_per_node = {ranks_per_node!r}; None or 1 to 2**62 is allowed")
     if objective not in ("all", "forward"):
         raise InvalidArgumentError(f"plan: objective = {objective!r}; 'all' and 'forward' are allowed")
     if not is_number(tolerance, 0.0, 1.0):
         raise InvalidArgumentError(f"plan: tolerance = {tolerance!r}; 0 to 1 is allowed")
     if not is_whole(min_rows, 1):
-        raise InvalidArgumentError(f"plan: min_rows = {min_rows!r}; an integer from 1 on is allowed")
+        raise InvalidArgumentError(f"plan: min_rows = {min_rows!r}; an integer from 1 to 2**62 is allowed")
     if tasks is not None:
         tasks = listed("plan", "tasks", tasks, "a list of tasks, or None for ours,")
         for task in tasks:
@@ -198,7 +198,7 @@ def plan(
     if capacity is None:
         capacity = 2**62 if here is None else here.slot_bytes
     if not is_whole(capacity, 1):
-        raise InvalidArgumentError(f"plan: capacity = {capacity!r} bytes; it must be positive")
+        raise InvalidArgumentError(f"plan: capacity = {capacity!r} bytes; 1 to 2**62 are allowed")
     if cost is None:
         cost = CostModel() if here is None else here.cost
     check_type("plan", "cost", cost, CostModel, 'distca.CostModel.load("pairs")')
