@@ -212,8 +212,8 @@ void Dispatcher::dispatch_rows(const Step& step) {
 /// Computes the groups that wait for the rows of some rounds; those that need no row of another rank are of round -1.
 void Dispatcher::attend_groups(const Step& step, Rounds rounds, const Parallel& parallel) {
   attention::Problem problem = server_tasks_.problem(step.slice, step, step.scores, rounds);
-  problem.rows_travel = rows_travel();
   if (problem.groups.empty() && !recording_) return;
+  problem.rows_travel = rows_travel();
   if (step.phase == Phase::kBackward)
     backend_.backward(problem, parallel);
   else
