@@ -11,6 +11,7 @@
 #include "attention/kernels.h"
 #include "attention/work_list.h"
 #include "common/align.h"
+#include "runtime/capability.h"
 #include "runtime/table_ring.h"
 
 namespace distca::attention::cuda {
@@ -144,12 +145,8 @@ std::string unsupported_reason(const HeadShape& heads, KernelFamily family) {
 
 CudaAttention::CudaAttention(int device, std::optional<KernelFamily> family) : state_(std::make_unique<State>()) {
   state_->device = device;
-  int major = 0, minor = 0;
-  const std::pair<cudaDeviceAttr, int*> attributes[] = {{cudaDevAttrMultiProcessorCount, &state_->num_sms},
-                                                        {cudaDevAttrComputeCapabilityMajor, &major},
-                                                        {cudaDevAttrComputeCapabilityMinor, &minor}};
-  for (const auto& [attribute, value] : attributes)
-    check(cudaDeviceGetAttribute(value, attribute, device), "asking about the CUDA device");
+  check(cudaDeviceGetAttribute(&state_->num_sms, cudaDevAttrMultiProcessorCount, device), "asking about the device");
+  const auto [major, minor] = distca::cuda::capability_of(device);
   state_->family = family.value_or(family_of(major, minor));
   if (state_->family == KernelFamily::kHopper) state_->encode_tiled = find_encode_tiled();
 }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "attention/cuda_attention.h"
+#include "runtime/capability.h"
 #include "runtime/check.h"
 #include "runtime/device_guard.h"
 #include "runtime/device_queue.h"
@@ -77,9 +78,7 @@ class DeviceBackend final : public runtime::Backend {
         sms_of_puts_(sms_of_puts) {
     const DeviceGuard guard(device_);
     if (!queue_) queue_ = std::make_shared<DeviceQueue>(device, current_stream, kNoTimeout);
-    int major = 0, minor = 0;
-    cuda::check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "compute capability");
-    cuda::check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "compute capability");
+    const auto [major, minor] = capability_of(device);
     require<DeviceError>(major >= kLeastCapability, "cuda:", device, " has compute capability ", major, ".", minor,
                          "; distca needs ", kLeastCapability, ".0 or later");
     family_ = attention::cuda::family_of(major, minor);

@@ -2,6 +2,7 @@
 #include <cuda_runtime_api.h>
 
 #include "attention/cuda_attention.h"
+#include "runtime/capability.h"
 #include "runtime/check.h"
 #include "runtime/cuda_library.h"
 #include "runtime/device_backend.h"
@@ -23,9 +24,7 @@ runtime::CudaLibrary::Devices devices() {
 }
 
 int capability(int device) {
-  int major = 0, minor = 0;
-  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "compute capability");
-  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "compute capability");
+  const auto [major, minor] = capability_of(device);
   return 10 * major + minor;
 }
 

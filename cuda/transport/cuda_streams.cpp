@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "runtime/capability.h"
 #include "runtime/mark.h"
 #include "transport/put.h"
 
@@ -33,9 +34,7 @@ void close_shared(int device, std::byte* memory) noexcept {
 }
 
 int blocks_that_keep_a_link_busy(int device) {
-  int major = 0, minor = 0;
-  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "compute capability");
-  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "compute capability");
+  const auto [major, minor] = capability_of(device);
   return blocks_of_puts(major, minor);
 }
 
