@@ -120,15 +120,14 @@ struct Problem {
   DocumentMask mask_of(const KeyGroup& group) const { return {scores_of(group).mask, group.bidirectional}; }
 };
 
-/// Throws InvalidArgumentError unless a problem has at most kMostScores scores, each has a window that its mask can
-/// have, every group has one of them, and its bidirectional rows are ascending and disjoint.
+/// Throws InvalidArgumentError unless a problem has at most kMostScores scores, no window is negative, every group has
+/// one of them, and its bidirectional rows are ascending and disjoint.
 inline void check_scores(const Problem& problem) {
   const int64_t num_scores = std::ssize(problem.scores);
   require(num_scores <= kMostScores, "attention: a problem has ", num_scores,
           " different scores (mask, window, scale and softcap); at most ", kMostScores, " are allowed");
   for (const Scores& s : problem.scores)
-    require(s.mask.is_possible(), "attention: window is ", s.mask.window,
-            "; allowed are 0 (none) and, causal only, positive ones");
+    require(s.mask.window >= 0, "attention: window is ", s.mask.window, "; 0 (none) and positive ones are allowed");
   for (size_t g = 0; g < problem.groups.size(); ++g) {
     const int64_t scores = problem.groups[g].scores;
     require(0 <= scores && scores < num_scores, "attention: group ", g, " has scores ", scores, "; there are ",

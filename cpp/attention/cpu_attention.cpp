@@ -44,8 +44,8 @@ void check(const Problem& problem) {
       const Task& task = problem.tasks[t];
       require(task.group == g, "attention: task ", t, " is of group ", task.group, " but in the task range of group ",
               g);
-      const bool is_full = mask.mask.kind == MaskKind::kFull;  // there may be more rows than keys
-      require(last <= task.q_begin && task.q_begin < task.q_end && (is_full || task.q_end <= group.kv_end) &&
+      const bool all_keys = mask.mask == Mask{MaskKind::kFull};  // there may be more rows than keys
+      require(last <= task.q_begin && task.q_begin < task.q_end && (all_keys || task.q_end <= group.kv_end) &&
                   mask.first_key(task.q_begin) >= group.kv_begin &&
                   mask.end_key(task.q_end - 1, group.kv_end) <= group.kv_end,
               "attention: task ", t, " has query rows [", task.q_begin, ", ", task.q_end, "); allowed is an ascending ",

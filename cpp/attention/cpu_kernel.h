@@ -207,9 +207,9 @@ class SeenRanges {
   void set_keys(const DocumentMask& mask, int64_t row, int64_t n, int64_t key, int64_t num_keys) {
     const bool all = mask.first_key(row + n - 1) <= key && mask.end_key(row, key + num_keys) >= key + num_keys;
     if (set_whole(all, num_keys)) return;
-    const bool is_full = mask.mask.kind == MaskKind::kFull;
-    set_ascending(mask.mask.window > 0 ? row - mask.mask.window + 1 - key : -kFar, num_keys, from_);
-    set_ascending(is_full ? kFar : row + 1 - key, num_keys, upto_);
+    const int64_t window = mask.mask.window, first = row - key;
+    set_ascending(window > 0 ? first - window + 1 : -kFar, num_keys, from_);
+    set_ascending(!mask.mask.is_full() ? first + 1 : window > 0 ? first + window : kFar, num_keys, upto_);
     for_each_range(mask, row, n, [&](const BidirectionalRows& range, int64_t i) {
       const auto end = static_cast<int32_t>(std::clamp<int64_t>(range.end - key, 0, num_keys));
       upto_[i] = std::max(upto_[i], end);
@@ -220,9 +220,9 @@ class SeenRanges {
   void set_rows(const DocumentMask& mask, int64_t key, int64_t n, int64_t row, int64_t num_rows) {
     const bool all = mask.first_row(key + n - 1) <= row && mask.end_row(key, row + num_rows) >= row + num_rows;
     if (set_whole(all, num_rows)) return;
-    const bool is_full = mask.mask.kind == MaskKind::kFull;
-    set_ascending(is_full ? -kFar : key - row, num_rows, from_);
-    set_ascending(mask.mask.window > 0 ? key + mask.mask.window - row : kFar, num_rows, upto_);
+    const int64_t window = mask.mask.window, first = key - row;
+    set_ascending(!mask.mask.is_full() ? first : window > 0 ? first - window + 1 : -kFar, num_rows, from_);
+    set_ascending(window > 0 ? first + window : kFar, num_rows, upto_);
     for_each_range(mask, key, n, [&](const BidirectionalRows& range, int64_t i) {
       const auto begin = static_cast<int32_t>(std::clamp<int64_t>(range.begin - row, 0, num_rows));
       from_[i] = std::min(from_[i], begin);
@@ -250,6 +250,7 @@ class SeenRanges {
   /// Calls widen(range, i) for each of `n` rows, or keys, first + i that are in a range of bidirectional rows.
   template <class Widen>
   static void for_each_range(const DocumentMask& mask, int64_t first, int64_t n, const Widen& widen) {
+    if (mask.mask.is_full()) return;
     const BidirectionalRows* const end = mask.bidirectional.data() + mask.bidirectional.size();
     for (const BidirectionalRows* b = mask.ending_after(first); b != end && b->begin < first + n; ++b)
       for (int64_t i = std::max<int64_t>(b->begin - first, 0); i < std::min(b->end - first, n); ++i) widen(*b, i);

@@ -84,7 +84,7 @@ class BorderBound {
   /// before it.
   int64_t first_row(const Placement& p, int64_t worth) const {
     const Document document = document_of(p);
-    if (document.mask.mask.kind == MaskKind::kFull || worth <= cost_.per_row) return p.begin;
+    if (document.mask.mask.is_full() || worth <= cost_.per_row) return p.begin;
     if (!document.mask.bidirectional.empty()) {
       int64_t low = p.begin, high = p.end - 1;
       while (low < high) {
@@ -131,9 +131,9 @@ class BorderBound {
 
 /// Whether rows under a window see those after them. Rows that come later may see fewer keys.
 bool rows_may_cost_less_than_earlier_ones(const Layout& layout, const PlanOptions& options) {
-  for (int64_t i = 0; layout.has_bidirectional() && i < layout.num_documents(); ++i) {
-    const Document document = options.document(layout, i);
-    if (document.mask.mask.window > 0 && !document.mask.bidirectional.empty()) return true;
+  for (int64_t i = 0; i < layout.num_documents(); ++i) {
+    const DocumentMask mask = options.document(layout, i).mask;
+    if (mask.mask.window > 0 && (mask.mask.is_full() || !mask.bidirectional.empty())) return true;
   }
   return false;
 }
@@ -169,7 +169,9 @@ int64_t load_lower_bound(const Layout& layout, const PlanOptions& options) {
     const Document document = options.document(layout, p.document);
     pairs += visible_pairs(document, p.begin, p.end);
     rows += p.end - p.begin;
-    costliest = std::max(costliest, visible_pairs(document, p.end - 1, p.end));
+    // Under a full mask with a window those next to the middle see the most keys, and otherwise the last.
+    const int64_t row = document.mask.mask.is_full() ? std::clamp(document.length / 2, p.begin, p.end - 1) : p.end - 1;
+    costliest = std::max(costliest, visible_pairs(document, row, row + 1));
     if (document.mask.mask.window == 0) continue;
     for (const BidirectionalRows& rows : layout.bidirectional(p.document))  // the first of them sees the most keys
       costliest = std::max(costliest, visible_pairs(document, rows.begin, rows.begin + 1));

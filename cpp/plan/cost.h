@@ -30,7 +30,7 @@ struct Document {
 
 /// Number of (row, key) pairs of query rows [q_begin, q_end) that are visible because rows see each other besides.
 constexpr int64_t bidirectional_pairs(const DocumentMask& mask, int64_t q_begin, int64_t q_end) {
-  if (mask.bidirectional.empty() || mask.mask.kind == MaskKind::kFull) return 0;
+  if (mask.bidirectional.empty() || mask.mask.is_full()) return 0;
   const auto sum_below = [](int64_t n) { return n <= 0 ? 0 : n % 2 == 0 ? n / 2 * (n - 1) : (n - 1) / 2 * n; };
   const BidirectionalRows* const last = mask.bidirectional.data() + mask.bidirectional.size();
   int64_t pairs = 0;
@@ -41,15 +41,22 @@ constexpr int64_t bidirectional_pairs(const DocumentMask& mask, int64_t q_begin,
   return pairs;
 }
 
+/// Number of causal (row, key) pairs of query rows [q_begin, q_end) under a window.
+constexpr int64_t window_pairs(int64_t window, int64_t q_begin, int64_t q_end) {
+  const int64_t growing_end = q_end < window ? q_end : window;  // rows before it see all keys from 0 on
+  const int64_t steady_begin = q_begin > window ? q_begin : window;
+  return (q_begin < growing_end ? causal_pairs(q_begin, growing_end) : 0) +
+         (steady_begin < q_end ? (q_end - steady_begin) * window : 0);
+}
+
 /// Number of (row, key) pairs of query rows [q_begin, q_end) that the mask itself makes visible.
 constexpr int64_t masked_pairs(const Document& document, int64_t q_begin, int64_t q_end) {
   const Mask& mask = document.mask.mask;
-  if (mask.kind == MaskKind::kFull) return (q_end - q_begin) * document.length;
-  if (mask.window == 0) return causal_pairs(q_begin, q_end);
-  const int64_t growing_end = q_end < mask.window ? q_end : mask.window;  // rows before it see all keys from 0 on
-  const int64_t steady_begin = q_begin > mask.window ? q_begin : mask.window;
-  return (q_begin < growing_end ? causal_pairs(q_begin, growing_end) : 0) +
-         (steady_begin < q_end ? (q_end - steady_begin) * mask.window : 0);
+  const int64_t rows = q_end - q_begin, length = document.length;
+  if (mask.window == 0) return mask.is_full() ? rows * length : causal_pairs(q_begin, q_end);
+  const int64_t before = window_pairs(mask.window, q_begin, q_end);
+  // From the end of the document on, rows see those after them as, from its begin on, those before them.
+  return mask.is_full() ? before + window_pairs(mask.window, length - q_end, length - q_begin) - rows : before;
 }
 
 /// Number of visible (row, key) pairs of query rows [q_begin, q_end).

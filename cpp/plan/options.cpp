@@ -31,8 +31,8 @@ void check_scores(const PlanOptions& o, const Layout& layout) {
   for (const ScoresRow& s : o.scores) {
     require(s.mask_kind >= 0 && s.mask_kind < kNumMaskKinds, "plan: mask number ", s.mask_kind, "; 0 to ",
             kNumMaskKinds - 1, " are allowed");
-    require(s.mask().is_possible() && s.window <= kMostWindow, "plan: window = ", s.window,
-            "; 0 (none) and, with the causal mask only, 1 to ", kMostWindow, " keys are allowed");
+    require(s.window >= 0 && s.window <= kMostWindow, "plan: window = ", s.window, "; 0 (none) and 1 to ", kMostWindow,
+            " keys are allowed");
     for (const auto& [name, word, first] :
          {std::tuple{"scale", s.scale, o.scores[0].scale}, {"softcap", s.softcap, o.scores[0].softcap}}) {
       require(word == kOfTheCall || is_score_word(word), "plan: ", name, " is not a finite number");

@@ -69,8 +69,8 @@ std::string describe(const HeadShape& h) {
 }
 
 std::string describe(const Mask& mask) {
-  if (mask.kind == MaskKind::kFull) return "the full mask";
-  return mask.window == 0 ? "the causal mask" : message("the causal mask with a window of ", mask.window);
+  const char* const kind = mask.is_full() ? "the full mask" : "the causal mask";
+  return mask.window == 0 ? kind : message(kind, " with a window of ", mask.window);
 }
 
 std::string describe(const ScoresRow& s) {

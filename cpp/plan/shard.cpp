@@ -129,7 +129,7 @@ int64_t ShardFinder::last_affordable(const Document& d, int64_t begin, int64_t e
   }
   // What remains on either side must be long enough, or nothing.
   if (low > end - 2 * num_rows && low < end - num_rows) low = end - 2 * num_rows;
-  // Rows that see each other besides may cost more than later ones.
+  // Rows that see those after them may cost more than later ones.
   return low < begin + num_rows || !affordable(low) ? begin : low;
 }
 

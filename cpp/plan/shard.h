@@ -66,7 +66,7 @@ class ShardFinder {
   /// [begin, end) or at least `num_rows`; -1 if there is none. [begin, end) has at least 2 * num_rows rows.
   int64_t last_affordable(const Document& d, int64_t begin, int64_t end, int64_t budget, int64_t num_rows) const;
   static bool grows(const Mask& mask, int64_t row) {
-    return mask.kind == MaskKind::kCausal && (mask.window == 0 || row < mask.window);
+    return !mask.is_full() && (mask.window == 0 || row < mask.window);
   }
 
   CostModel cost_;

@@ -185,6 +185,7 @@ void bind_layout(py::module_& m) {
       .def("with_bidirectional", &with_bidirectional, py::arg("rows"))
       .def_property_readonly("bidirectional", &bidirectional_of)
       .def_property_readonly("has_bidirectional", &plan::Layout::has_bidirectional)
+      .def_property_readonly("has_shared", &plan::Layout::has_shared)
       .def_property_readonly("num_ranks", &plan::Layout::num_ranks)
       .def_property_readonly("document_lengths", &plan::Layout::document_lengths)
       .def(

@@ -60,9 +60,7 @@ struct Pack {
   /// end_key) as the options say.
   void add(const FlashOptions& options, const Task& task, int64_t begin, int64_t end, int64_t first_key,
            int64_t end_key) {
-    auto call = std::find_if(calls.begin(), calls.end(), [&](const Call& c) {
-      return c.options.mask == options.mask && c.options.keys_before == options.keys_before;
-    });
+    auto call = std::find_if(calls.begin(), calls.end(), [&](const Call& c) { return c.options == options; });
     if (call == calls.end()) call = calls.insert(call, Call{.options = options});
     const int64_t kv_row = kv_rows - groups.back().group->kv_begin, q_end = call->q_rows + end - begin;
     call->tasks.push_back({call->q_rows, q_end, kv_row + first_key, kv_row + end_key});
@@ -76,14 +74,21 @@ struct Pack {
 void add_task(const DocumentMask& mask, float scale, const KeyGroup& group, const Task& t, Pack& pack) {
   constexpr Mask kFull{MaskKind::kFull, 0};
   const int64_t window = mask.mask.window;
-  const bool is_full = mask.mask.kind == MaskKind::kFull;
+  if (mask.mask.is_full()) {
+    // Flash attention takes a task's last key for that of its last row, which sees `after` keys more.
+    const int64_t end_key = mask.end_key(t.q_end - 1, group.kv_end), after = end_key - t.q_end;
+    const FlashOptions options = window == 0 ? FlashOptions{kFull, scale}
+                                             : FlashOptions{mask.mask, scale, window - 1 + after, window - 1 - after};
+    pack.add(options, t, t.q_begin, t.q_end, std::max(group.kv_begin, mask.first_key(t.q_begin)), end_key);
+    return;
+  }
   const BidirectionalRows *range = mask.ending_after(t.q_begin), *const last = mask.bidirectional.data() +
                                                                                mask.bidirectional.size();
   for (int64_t row = t.q_begin, end; row < t.q_end; row = end) {
     while (range != last && range->end <= row) ++range;
     const int64_t first_key = std::max(group.kv_begin, mask.first_key(row));
-    if (is_full || range == last || range->begin > row) {
-      end = is_full || range == last ? t.q_end : std::min(t.q_end, range->begin);
+    if (range == last || range->begin > row) {
+      end = range == last ? t.q_end : std::min(t.q_end, range->begin);
       pack.add({mask.mask, scale}, t, row, end, first_key, mask.end_key(end - 1, group.kv_end));
     } else {
       end = std::min(t.q_end, range->end);

@@ -59,10 +59,10 @@ struct Window {
 };
 Window window_of(const FlashOptions& options) {
   const Mask& mask = options.mask;
-  if (options.keys_before) return {false, options.keys_before, std::nullopt};
-  if (mask.kind == MaskKind::kFull) return {false, std::nullopt, std::nullopt};
-  if (mask.window == 0) return {true, std::nullopt, std::nullopt};
-  return {true, mask.window - 1, 0};
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();  // ATen counts in 32 bits
+  if (options.keys_before) return {false, std::min(*options.keys_before, kMost), options.keys_after};
+  if (mask.window == 0) return {!mask.is_full(), std::nullopt, std::nullopt};
+  return {!mask.is_full(), mask.window - 1, mask.is_full() ? mask.window - 1 : 0};
 }
 
 std::vector<int64_t> rows_of_keys(const Batch& b) {

@@ -20,9 +20,11 @@ namespace distca::ops {
 struct FlashOptions {
   Mask mask;
   float scale = 1.f;
-  /// If set, in place of the mask: how many keys a row sees before the one that lies as far from its task's last key as
-  /// the row from its task's last row. It sees that key too, and all after it.
-  std::optional<int64_t> keys_before = std::nullopt;
+  /// If set, in place of the mask: how many keys a row sees before and after the one that lies as far from its task's
+  /// last key as the row from its task's last row. It sees that key too. `keys_after` not set: all after it.
+  std::optional<int64_t> keys_before = std::nullopt, keys_after = std::nullopt;
+
+  bool operator==(const FlashOptions&) const = default;
 };
 
 /// Throws InvalidArgumentError or DeviceError unless flash attention takes such heads on the device of q. The error

@@ -27,7 +27,7 @@ Checked check(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& t
     check_sinks(*sinks, c.heads);
     check_device_of(q, *sinks, "sinks");
   }
-  read_tasks(c.tasks, tasks, q.size(0), k.size(0), options.mask.kind);
+  read_tasks(c.tasks, tasks, q.size(0), k.size(0), options.mask);
   c.options = {options.mask, scale_or_default(options.scale, c.heads)};
   return c;
 }

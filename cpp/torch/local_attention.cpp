@@ -159,7 +159,7 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
     const HeadShape heads = heads_of(q, k, v);
     const attention::Scores scores = scores_of(options, heads);
     const float* const sink_values = sinks_of(sinks, q, heads);
-    read_tasks(w.sorted, tasks, q.size(0), k.size(0), options.mask.kind);
+    read_tasks(w.sorted, tasks, q.size(0), k.size(0), options.mask);
     group_tasks(w, heads.kv_heads, rows_of(k, "k"), rows_of(v, "v"));
     Tensor out = empty_rows(q, q.size(0), heads.q_heads, heads.v_dim);
     Tensor lse = empty_scalars(q, q.size(0), heads.q_heads);
@@ -201,7 +201,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout_any, co
     check_device_of(q, lse, "lse");
     require(lse.size(0) == rows && lse.size(1) == heads.q_heads, "lse has shape ", shape_of(lse), "; [", rows, ", ",
             heads.q_heads, "] is expected");
-    read_tasks(w.sorted, tasks, rows, k.size(0), options.mask.kind);
+    read_tasks(w.sorted, tasks, rows, k.size(0), options.mask);
     group_tasks(w, heads.kv_heads, rows_of(k, "k"), rows_of(v, "v"));
     Tensor dq = empty_rows(q, rows, heads.q_heads, heads.dim);
     Tensor dk = empty_rows(k, k.size(0), heads.kv_heads, heads.dim);

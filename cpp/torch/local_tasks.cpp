@@ -9,11 +9,11 @@ namespace {
 
 Mask mask_of(std::string_view kind, std::optional<int64_t> window) {
   require(kind == "causal" || kind == "full", "mask = \"", kind, "\"; \"causal\" and \"full\" are allowed");
-  if (!window) return {kind == "full" ? MaskKind::kFull : MaskKind::kCausal, 0};
-  require(kind == "causal", "window = ", *window, " with the full mask; a window is causal");
-  require(*window >= 1, "window = ", *window, "; a positive number of keys, or none, is expected");
+  require(!window || *window >= 1, "window = ", window.value_or(0),
+          "; a positive number of keys, or none, is expected");
   // No document has more rows, so a wider window hides nothing; kernels and ATen count in 32 bits.
-  return {MaskKind::kCausal, *window > std::numeric_limits<int32_t>::max() ? 0 : *window};
+  const bool hides = window && *window <= std::numeric_limits<int32_t>::max();
+  return {kind == "full" ? MaskKind::kFull : MaskKind::kCausal, hides ? *window : 0};
 }
 
 /// Gives the queries of each document's tasks rows of it from 0 on, because where all keys are seen any rows will do.
@@ -38,7 +38,9 @@ LocalOptions local_options(std::optional<double> scale, double softcap, bool det
   return guarded([&] { return LocalOptions{mask_of(kind, window), scale, softcap, deterministic}; });
 }
 
-void read_tasks(std::vector<LocalTask>& sorted, const Tensor& tasks, int64_t q_rows, int64_t kv_rows, MaskKind mask) {
+void read_tasks(std::vector<LocalTask>& sorted, const Tensor& tasks, int64_t q_rows, int64_t kv_rows,
+                const Mask& mask) {
+  const bool all_keys = mask == Mask{MaskKind::kFull};
   require(tasks.dim() == 2 && tasks.size(1) == 4, "tasks has shape ", shape_of(tasks),
           "; [N, 4] (q_begin, q_end, kv_begin, kv_end) is expected");
   const auto words = words_of(tasks, "tasks");
@@ -49,7 +51,7 @@ void read_tasks(std::vector<LocalTask>& sorted, const Tensor& tasks, int64_t q_r
             ", ", t.q_end, ") of ", q_rows);
     require(t.kv_begin >= 0 && t.kv_end > t.kv_begin && t.kv_end <= kv_rows, "task ", i / 4, ": key rows [", t.kv_begin,
             ", ", t.kv_end, ") of ", kv_rows);
-    require(mask == MaskKind::kFull || t.q_rows() <= t.kv_rows(), "task ", i / 4, " has more query rows (", t.q_rows(),
+    require(all_keys || t.q_rows() <= t.kv_rows(), "task ", i / 4, " has more query rows (", t.q_rows(),
             ") than key rows (", t.kv_rows(), ")");
     sorted.push_back(t);
     sorted.back().first_row = t.kv_rows() - t.q_rows();
@@ -61,9 +63,11 @@ void read_tasks(std::vector<LocalTask>& sorted, const Tensor& tasks, int64_t q_r
     if (a.kv_begin != b.kv_begin) return a.kv_begin < b.kv_begin;
     return a.kv_end != b.kv_end ? a.kv_end < b.kv_end : a.q_begin < b.q_begin;
   });
-  if (mask == MaskKind::kFull) place_rows(sorted);
+  if (all_keys) place_rows(sorted);
   for (size_t i = 1; i < sorted.size(); ++i) {
     const LocalTask &a = sorted[i - 1], &b = sorted[i];
+    require(a.kv_begin != b.kv_begin || !mask.is_full() || all_keys, "two tasks have the document at key row ",
+            b.kv_begin, "; with the full mask and a window it has one");
     if (a.kv_begin == b.kv_begin)
       require(b.first_row >= a.first_row + a.q_rows(), "two tasks compute row ", b.first_row,
               " of the document at key row ", b.kv_begin);

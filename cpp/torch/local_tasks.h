@@ -11,8 +11,8 @@
 
 namespace distca::ops {
 
-/// Query rows [q_begin, q_end) that see the keys [kv_begin, kv_end). Where the mask is causal, the queries are the last
-/// of these rows.
+/// Query rows [q_begin, q_end) that see the keys [kv_begin, kv_end). Where the mask is causal or has a window, the
+/// queries are the last of these rows.
 struct LocalTask {
   int64_t q_begin, q_end, kv_begin, kv_end;
   int64_t first_row = 0;  // the first query's row in the document; read_tasks sets it
@@ -33,10 +33,11 @@ struct LocalOptions {
 LocalOptions local_options(std::optional<double> scale, double softcap, bool deterministic, StringHandle mask,
                            std::optional<int64_t> window);
 
-/// Reads tasks from an int64 CPU tensor [N, 4] and sorts them by document and first row. With a causal mask the queries
-/// of a task are the last rows before kv_end. With the full mask they are any rows: those of a document's tasks count
-/// from 0 on. Throws InvalidArgumentError if documents, tasks of one document, or query rows overlap, if, with a causal
-/// mask, a document has more queries than keys, or if, with the full mask, its tasks have different keys.
-void read_tasks(std::vector<LocalTask>& sorted, const Tensor& tasks, int64_t q_rows, int64_t kv_rows, MaskKind mask);
+/// Reads tasks from an int64 CPU tensor [N, 4] and sorts them by document and first row. With a causal mask or a window
+/// the queries of a task are the last rows before kv_end. With the full mask alone they are any rows: those of a
+/// document's tasks count from 0 on. Throws InvalidArgumentError if documents, tasks of one document, or query rows
+/// overlap; if a document has more queries than keys, but for the full mask alone; or if, with the full mask, its tasks
+/// have different keys or, with a window, it has several.
+void read_tasks(std::vector<LocalTask>& sorted, const Tensor& tasks, int64_t q_rows, int64_t kv_rows, const Mask& mask);
 
 }  // namespace distca::ops

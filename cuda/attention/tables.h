@@ -134,21 +134,27 @@ struct GroupMask {
   int num_ranges;
 
   // The keys [first_key, end_key) that a row sees.
-  DISTCA_INLINE int first_key(int row) const { return mask.window == 0 ? 0 : maximum(0, row - mask.window + 1); }
+  DISTCA_INLINE int first_key(int row) const { return begin_of_window(row); }
   DISTCA_INLINE int end_key(int row, int kv_end) const {
-    if (mask.full) return kv_end;
+    if (mask.full) return end_of_window(row, kv_end);
     return num_ranges == 0 ? row + 1 : range_of(row).end;
   }
   // The rows [first_row, end_row) that see a key.
   DISTCA_INLINE int first_row(int key) const {
-    if (mask.full) return 0;
+    if (mask.full) return begin_of_window(key);
     return num_ranges == 0 ? key : range_of(key).begin;
   }
-  DISTCA_INLINE int end_row(int key, int length) const {
-    return mask.window == 0 || key >= length - mask.window ? length : key + mask.window;
-  }
+  DISTCA_INLINE int end_row(int key, int length) const { return end_of_window(key, length); }
 
  private:
+  // The first place within the window of `place`, and the end of those after it.
+  DISTCA_INLINE int begin_of_window(int place) const {
+    return mask.window == 0 ? 0 : maximum(0, place - mask.window + 1);
+  }
+  DISTCA_INLINE int end_of_window(int place, int length) const {
+    return mask.window == 0 || place >= length - mask.window ? length : place + mask.window;
+  }
+
   /// The rows that see each other and this one: at least the row itself.
   DISTCA_INLINE RowRange range_of(int row) const {
     int low = 0;  // the first one that ends after the row

@@ -63,7 +63,7 @@ ScoreMap score_map(const Scores& scores) {
 
 ScoreEntry score_entry(const Scores& scores) {
   const auto window = static_cast<int>(std::min(scores.mask.window, kMostRows));
-  return {{window, scores.mask.kind == MaskKind::kFull ? 1 : 0}, score_map(scores), scores.scale};
+  return {{window, scores.mask.is_full() ? 1 : 0}, score_map(scores), scores.scale};
 }
 
 void begin_list(const Problem& problem, TileShape shape, WorkList& list) {

@@ -36,7 +36,11 @@ def _pairs_of_tasks(
     pairs = 0
     for q_begin, q_end, kv_begin, kv_end in tasks.tolist():
         rows, keys = q_end - q_begin, kv_end - kv_begin
-        pairs += rows * keys if mask == "full" else visible_pairs(keys, window) - visible_pairs(keys - rows, window)
+        if mask == "full" and window is None:
+            pairs += rows * keys
+        else:  # the queries are the last rows
+            pairs += visible_pairs(keys, window) - visible_pairs(keys - rows, window)
+            pairs += visible_pairs(rows, window) - rows if mask == "full" else 0
     return q.shape[1] * pairs
 
 

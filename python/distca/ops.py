@@ -163,11 +163,13 @@ def attention(
         tasks: int64 CPU tensor ``[N, 4]`` with rows ``(q_begin, q_end, kv_begin, kv_end)``. A document starts at row
             ``kv_begin`` of the keys. With a causal mask the queries are its last ``q_end - q_begin`` rows before
             ``kv_end``, aligned at the end. With the full mask they see all keys ``[kv_begin, kv_end)``, which are the
-            same ones for all tasks of a document, whose queries may be fewer or more (cross attention). The default is
-            one document of all rows.
+            same ones for all tasks of a document, whose queries may be fewer or more (cross attention). With the full
+            mask and a window a document has one task, and its queries are aligned at the end. The default is one
+            document of all rows.
         sinks: ``[H]``, one more logit for every row of a head, with a value of zero (gpt-oss). It counts in lse.
         mask: ``"causal"`` or ``"full"``.
-        window: with the causal mask, how many keys a row sees: its own and the ``window - 1`` before it.
+        window: a row sees keys that are less than ``window`` rows away: its own, the ``window - 1`` before it and,
+            with the full mask, the ``window - 1`` after it.
         scale: factor on the logits; ``D ** -0.5`` by default.
         softcap: if positive, logits become ``softcap * tanh(scale * q k^T / softcap)`` (Gemma 2).
         attention: what computes on a GPU: ``"own"``, ``"flash"`` or ``"auto"``, as in `distca.init`.
@@ -186,16 +188,14 @@ def attention(
     check_flag("attention", "max_logits", max_logits)
     if not (isinstance(mask, str) and mask in ("causal", "full")):
         raise InvalidArgumentError(f'attention: mask = {mask!r}; "causal" and "full" are allowed')
-    if mask == "full" and window is not None:
-        raise InvalidArgumentError(f"attention: window = {window} with the full mask; a window is causal")
     if not torch.compiler.is_compiling():  # a number may be symbolic there
         scale, softcap = as_numbers(scale, softcap)
         if not (window is None or is_whole(window, 1)):
             raise InvalidArgumentError(f"attention: window = {window!r}; a positive number of keys or None is expected")
-        if tasks is None and mask == "causal" and q.shape[0] > k.shape[0]:
+        if tasks is None and (mask == "causal" or window is not None) and q.shape[0] > k.shape[0]:
             raise InvalidArgumentError(
                 f"attention: q has {q.shape[0]} rows and k {k.shape[0]}; without tasks they are one document, which "
-                "has no more queries than keys under a causal mask"
+                "has no more queries than keys under a causal mask or a window"
             )
     if tasks is None:
         rows = [[0, q.shape[0], 0, k.shape[0]]] if q.shape[0] > 0 else []

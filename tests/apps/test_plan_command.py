@@ -34,9 +34,9 @@ def _plan(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 def _visible(plan: dict[str, Any], length: int, row: int) -> int:
     """The number of keys that a row sees."""
-    if plan["mask"] == "full":
-        return length
-    return min(row + 1, plan["window"] or length)
+    before, after = row + 1, length - row - 1
+    window = plan["window"] or length
+    return min(before, window) + (min(after, window - 1) if plan["mask"] == "full" else 0)
 
 
 def _check_loads(plan: dict[str, Any]) -> None:
@@ -123,6 +123,7 @@ def _check_transfers(plan: dict[str, Any]) -> None:
         ["--layout", "documents"],
         ["--layout", "packed", "--dtype", "fp32", "--window", "100"],
         ["--layout", "head-tail", "--mask", "full", "--tolerance", "0"],
+        ["--mask", "full", "--window", "100", "--tolerance", "0"],
         ["--layout", "head-tail", "--longer-than", "400", "--context", "2"],
         ["--layout", "spread"],
         ["--layout", "documents", "--servers", "1,2", "--min-rows", "1"],

@@ -342,12 +342,12 @@ def test_the_command_finds_this_machine_right_and_writes_what_it_found(
     assert cli.main([*SMALL, "--dtype", "bf16", "--seed", "3", "--transports", "shm", "--json", str(file)]) == 0
     head, alone, local, ranks, last = capsys.readouterr().out.splitlines()
     assert head.startswith(f"distca {distca.__version__}, torch {torch.__version__}, ")
-    assert alone.startswith("ok cpu, bf16: 13 problems, errors up to 0.")
-    assert local.startswith("ok cpu, distca.attention, bf16: 8 problems, errors up to 0.")
+    assert alone.startswith("ok cpu, bf16: 14 problems, errors up to 0.")
+    assert local.startswith("ok cpu, distca.attention, bf16: 9 problems, errors up to 0.")
     assert ranks.startswith("ok cpu, shm, 3 ranks, bf16: 8 problems, errors up to 0.")
-    assert last == "29 ok, 0 not available, 0 wrong"
+    assert last == "31 ok, 0 not available, 0 wrong"
     content = json.loads(file.read_text())
-    assert len(content["checks"]) == 29 and content["seed"] == 3 and content["cpu_kernel"] == distca._C.cpu_isa()
+    assert len(content["checks"]) == 31 and content["seed"] == 3 and content["cpu_kernel"] == distca._C.cpu_isa()
     assert all(check["passed"] and 0 < max(check["errors"].values()) < 1 for check in content["checks"])
 
 

@@ -18,7 +18,10 @@ from support.local_tasks import cut, whole, whole_documents
 from support.oracle import NAMES, ErrorPool, oracle, torch_attention
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
-MASKS: list[dict[str, Any]] = [{"mask": "full"}, {"window": 1}, {"window": 50}, {"window": 64}, {"window": 10**12}]
+#: Those under which documents may be in pieces, and those that reach to both sides.
+CUT: list[dict[str, Any]] = [{"mask": "full"}, {"window": 1}, {"window": 50}, {"window": 64}]
+BOTH_SIDES: list[dict[str, Any]] = [{"mask": "full", "window": window} for window in (1, 64, 90)]
+MASKS = [*CUT, {"window": 10**12}, *BOTH_SIDES, {"mask": "full", "window": 10**12}]
 BY = {"the kernel": distca.attention, "flash": torch.ops.distca.attention_by_flash}
 
 
@@ -52,7 +55,7 @@ def test_each_mask_is_as_exact_as_pytorch_and_gives_the_bits_of_a_plan(
     options: dict[str, Any], dtype: torch.dtype
 ) -> None:
     heads, pool = distca.Heads(4, 2, 32, 40, dtype), ErrorPool(dtype)
-    asked = options if options.get("window", 0) < 1000 else {}
+    asked = options if options.get("window", 0) < 1000 else {"mask": options.get("mask", "causal")}
     layout = distca.Layout.from_documents([LENGTHS])
     for seed in range(5):
         batch = random_batch(LENGTHS, heads, seed)
@@ -64,7 +67,7 @@ def test_each_mask_is_as_exact_as_pytorch_and_gives_the_bits_of_a_plan(
 
 
 @DTYPES
-@pytest.mark.parametrize("options", MASKS[:3], ids=str)
+@pytest.mark.parametrize("options", CUT[:3], ids=str)
 def test_a_document_in_pieces_gives_bitwise_what_it_gives_whole(options: dict[str, Any], dtype: torch.dtype) -> None:
     batch = random_batch(LENGTHS, distca.Heads(4, 2, 24, dtype=dtype), 3)
     right = _compute(batch, whole_documents(LENGTHS), **options)
@@ -76,8 +79,9 @@ def test_a_document_in_pieces_gives_bitwise_what_it_gives_whole(options: dict[st
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("options", MASKS[:4], ids=str)
-@pytest.mark.parametrize("in_pieces", [False, True])
+@pytest.mark.parametrize(
+    ("options", "in_pieces"), [(options, False) for options in CUT + BOTH_SIDES] + [(options, True) for options in CUT]
+)
 def test_flash_attention_has_these_masks_too(options: dict[str, Any], in_pieces: bool) -> None:
     heads = distca.Heads(4, 2, 32, dtype=torch.bfloat16)
     pool = ErrorPool(heads.dtype)
@@ -160,7 +164,7 @@ def test_sinks_softcap_and_the_gradient_of_lse_go_with_masks() -> None:
                 assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("options", MASKS[:3], ids=str)
+@pytest.mark.parametrize("options", CUT[:3], ids=str)
 def test_compiled_code_has_the_mask(options: dict[str, Any]) -> None:
     torch._dynamo.reset()
     batch = random_batch((70, 30), distca.Heads(2, 1, 16), 6)
@@ -190,7 +194,7 @@ def test_compiled_code_has_the_mask(options: dict[str, Any]) -> None:
         ({"window": torch.tensor(5.0)}, "window = tensor"),
         ({"window": True}, "window = True"),
         ({"mask": torch.ones(2)}, "mask = tensor"),
-        ({"window": 5, "mask": "full"}, "window = 5 with the full mask"),
+        ({"window": 0, "mask": "full"}, "window = 0"),
     ],
 )
 def test_unknown_masks_are_refused(options: dict[str, Any], said: str) -> None:
@@ -202,7 +206,7 @@ def test_unknown_masks_are_refused(options: dict[str, Any], said: str) -> None:
 @pytest.mark.parametrize("operator", [torch.ops.distca.attention, torch.ops.distca.attention_by_flash])
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"mask": "none"}, 'mask = "none"'), ({"window": 0}, "window = 0"), ({"window": 1, "mask": "full"}, "window = 1")],
+    [({"mask": "none"}, 'mask = "none"'), ({"window": 0}, "window = 0"), ({"window": 0, "mask": "full"}, "window = 0")],
 )
 def test_operators_refuse_unknown_masks(operator: Any, options: dict[str, Any], said: str) -> None:
     batch = random_batch((20,), distca.Heads(2, 1, 16, dtype=torch.bfloat16), 1)
@@ -228,10 +232,23 @@ def test_under_a_causal_mask_one_document_has_no_more_queries_than_keys() -> Non
     batch = random_batch((30,), distca.Heads(2, 1, 16), 1)
     with pytest.raises(distca.InvalidArgumentError, match="q has 30 rows and k 20; without tasks"):
         distca.attention(batch.q, batch.k[:20], batch.v[:20])
+    with pytest.raises(distca.InvalidArgumentError, match="q has 30 rows and k 20; without tasks"):
+        distca.attention(batch.q, batch.k[:20], batch.v[:20], mask="full", window=5)
 
 
-def test_fake_tensors_have_no_window_with_the_full_mask() -> None:
+@pytest.mark.parametrize("by", BY)
+def test_the_last_query_is_aligned_with_the_last_key_where_a_window_reaches_to_both_sides(by: str) -> None:
+    heads = distca.Heads(2, 1, 16, dtype=torch.bfloat16)
+    batch = random_batch((100,), heads, 1)
+    whole_out, whole_lse = BY[by](batch.q, batch.k, batch.v, whole_documents((100,)), mask="full", window=30)
+    last = torch.tensor([[0, 40, 0, 100]])
+    out, lse = BY[by](batch.q[60:], batch.k, batch.v, last, mask="full", window=30)
+    assert torch.equal(out, whole_out[60:]) and torch.equal(lse, whole_lse[60:])
+    with pytest.raises(Exception, match="two tasks have the document at key row 0; with the full mask and a window"):
+        BY[by](batch.q, batch.k, batch.v, torch.tensor([[0, 10, 0, 90], [10, 20, 0, 100]]), mask="full", window=30)
+
+
+def test_fake_tensors_have_every_mask() -> None:
     q, k, v = (torch.empty(20, heads, 16, device="meta") for heads in (2, 1, 1))
-    assert distca.attention(q, k, v, mask="full")[0].shape == (20, 2, 16)
-    with pytest.raises(distca.InvalidArgumentError, match="window = 5 with the full mask"):
-        distca.attention(q, k, v, mask="full", window=5)
+    for window in (None, 5):
+        assert distca.attention(q, k, v, mask="full", window=window)[0].shape == (20, 2, 16)

@@ -97,7 +97,7 @@ def test_gradients_of_keys_have_the_same_bits_in_every_run() -> None:
             assert torch.equal(a, b), name
 
 
-@pytest.mark.parametrize(("mask", "window"), [("causal", 20), ("causal", 200), ("full", None)])
+@pytest.mark.parametrize(("mask", "window"), [("causal", 20), ("causal", 200), ("full", None), ("full", 100)])
 def test_masks_are_as_exact_as_pytorch(mask: str, window: int | None) -> None:
     heads = HEADS["bf16 64/64, 4/2"]
     pool = ErrorPool(heads.dtype)

@@ -123,7 +123,7 @@ def test_own_attention_is_recorded(own_gpu: EmulatedGpu, captured: bool) -> None
         assert_same(mine, right)
 
 
-@pytest.mark.parametrize("mask", [{"window": 50}, {"mask": "full"}], ids=["a window", "a full mask"])
+@pytest.mark.parametrize("mask", [{"window": 50}, {"mask": "full"}, {"mask": "full", "window": 50}], ids=str)
 def test_another_mask_is_refused(own_gpu: EmulatedGpu, mask: dict[str, Any]) -> None:
     """The kernels' parameters are fixed in a recording, the scores of all groups among them."""
     layout = distca.Layout.packed([ROWS], ranks=1, tokens_per_rank=ROWS)

@@ -59,7 +59,9 @@ def test_random_tasks_on_random_ranks_are_as_exact_as_pytorch(
     pool.check(1.5)  # parts of dk and dv are rounded before they are added
 
 
-@pytest.mark.parametrize(("mask", "window"), [("causal", 20), ("causal", 100), ("full", None)])
+@pytest.mark.parametrize(
+    ("mask", "window"), [("causal", 20), ("causal", 100), ("full", None), ("full", 20), ("full", 70)]
+)
 def test_masks_are_as_exact_as_pytorch(flash: dict[str, str], mask: str, window: int | None) -> None:
     pool = ErrorPool(BF16.dtype)
     for seed in range(-(-10_000 // (sum(LENGTHS) * BF16.q))):

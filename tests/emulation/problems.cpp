@@ -42,7 +42,7 @@ void add(double factor, const double* a, int64_t size, double* to) {
 
 bool sees(const Case& c, int64_t row, int64_t key) {
   const Mask& mask = c.scores.mask;
-  if (mask.kind == MaskKind::kFull) return true;
+  if (mask.is_full()) return mask.window == 0 || std::abs(row - key) < mask.window;
   for (const auto& [begin, end] : c.bidirectional)
     if (begin <= row && row < key && key < end) return true;
   return key <= row && (mask.window == 0 || key > row - mask.window);
@@ -76,8 +76,9 @@ Case random_case(HeadShape heads, int64_t most_rows, std::mt19937& random) {
   c.length = pick(random, 1, most_rows);
   auto& [mask, scale, softcap] = c.scores;
   if (pick(random, 0, 3) == 0) mask.kind = MaskKind::kFull;
-  c.keys = mask.kind == MaskKind::kFull && pick(random, 0, 1) == 0 ? pick(random, 1, most_rows) : c.length;
-  if (mask.kind == MaskKind::kCausal && pick(random, 0, 2) == 0) mask.window = pick(random, 1, most_rows);
+  if (pick(random, 0, 2) == 0) mask.window = pick(random, 1, most_rows);
+  const bool all_keys = mask.is_full() && mask.window == 0;
+  c.keys = all_keys && pick(random, 0, 1) == 0 ? pick(random, 1, most_rows) : c.length;
   for (int64_t row = pick(random, 0, 1) == 0 ? c.length : 0; row < c.length;) {
     const int64_t begin = row + pick(random, 0, 1) * pick(random, 0, 90);
     row = std::min(c.length, begin + pick(random, 1, 150));

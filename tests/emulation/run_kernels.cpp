@@ -159,8 +159,8 @@ void run_backward(Placement& placement, bool remote, bool deterministic, std::mt
 void print(const Case& c) {
   const auto& [mask, scale, softcap] = c.scores;
   std::printf("  %lld rows, %lld keys, %s, window %lld, scale %g, softcap %g\n", static_cast<long long>(c.length),
-              static_cast<long long>(c.keys), mask.kind == distca::MaskKind::kFull ? "full" : "causal",
-              static_cast<long long>(mask.window), static_cast<double>(scale), static_cast<double>(softcap));
+              static_cast<long long>(c.keys), mask.is_full() ? "full" : "causal", static_cast<long long>(mask.window),
+              static_cast<double>(scale), static_cast<double>(softcap));
   for (const auto& [begin, end] : c.bidirectional)
     std::printf("  bidirectional: [%lld, %lld)\n", static_cast<long long>(begin), static_cast<long long>(end));
 }

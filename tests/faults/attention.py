@@ -83,8 +83,8 @@ FAULTS = [
     Fault(
         "a row sees the key after it",
         KERNEL,
-        "set_ascending(is_full ? kFar : row + 1 - key,",
-        "set_ascending(is_full ? kFar : row + 2 - key,",
+        "!mask.mask.is_full() ? first + 1 : window > 0 ?",
+        "!mask.mask.is_full() ? first + 2 : window > 0 ?",
         (ATTENTION,),
     ),
     Fault(
@@ -104,8 +104,8 @@ FAULTS = [
     Fault(
         "a key's gradient misses the row of its own",
         KERNEL,
-        "set_ascending(is_full ? -kFar : key - row,",
-        "set_ascending(is_full ? -kFar : key + 1 - row,",
+        "!mask.mask.is_full() ? first : window > 0 ?",
+        "!mask.mask.is_full() ? first + 1 : window > 0 ?",
         (ATTENTION,),
     ),
     Fault(
@@ -118,8 +118,8 @@ FAULTS = [
     Fault(
         "a window reaches a key too far",
         KERNEL,
-        "row - mask.mask.window + 1 - key",
-        "row - mask.mask.window - key",
+        "set_ascending(window > 0 ? first - window + 1 : -kFar, num_keys, from_)",
+        "set_ascending(window > 0 ? first - window : -kFar, num_keys, from_)",
         (EXACT,),
     ),
     Fault(
@@ -245,8 +245,8 @@ FAULTS = [
     Fault(
         "flash: a window is a row too wide",
         "cpp/torch/flash.cpp",
-        "mask.window - 1, 0}",
-        "mask.window, 0}",
+        "mask.window - 1, mask.is_full() ?",
+        "mask.window, mask.is_full() ?",
         (FLASH_RANKS,),
     ),
     Fault(

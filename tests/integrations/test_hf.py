@@ -247,9 +247,13 @@ def test_generate_gives_the_tokens_of_sdpa(cache: str) -> None:
         ({"plan": _plan().tensor}, r"plan is a Tensor, must be a distca.Plan"),
         (
             {"plan": distca.plan(LAYOUT, HEADS, rank=0), "is_causal": False},
-            r"not causal; .* only causal attention .* no encoders .* whatever the plan's mask",
+            r"mask is causal, .* the full mask: .*mask='full'|this layer is not causal",
         ),
-        ({"plan": distca.plan(LAYOUT, HEADS, rank=0, mask="full")}, r"mask is full; .* only causal .* no encoders"),
+        ({"plan": distca.plan(LAYOUT, HEADS, rank=0, mask="full")}, r"mask is full, .* the causal .*mask='causal'"),
+        (
+            {"plan": distca.plans(LAYOUT, HEADS, windows=[None], rank=0, mask="full")},
+            r"mask is full, .* asks for the causal mask",
+        ),
     ],
 )
 def test_what_a_plan_cannot_mean_is_refused_with_what_to_do(options: dict, message: str) -> None:
@@ -308,9 +312,17 @@ def test_padding_beside_documents_with_a_window_runs_in_layers_of_any_window() -
     """Document 0, on another rank, says nothing of a rank that has padding alone."""
     layout = distca.Layout([[(0, 0, 8)], [(-1, 0, 8)]])
     plan = distca.plan(layout, HEADS, rank=1, scores=[distca.Scores(window=4)])
-    assert all(distca.integrations.hf._plan_of_layer(plan, window) is plan for window in (None, 3, 4))
+    assert all(distca.integrations.hf._plan_of_layer(plan, window, "causal") is plan for window in (None, 3, 4))
     with pytest.raises(distca.InvalidArgumentError, match="window of 3, the plan one of 4"):
-        distca.integrations.hf._plan_of_layer(plan.for_rank(0), 3)
+        distca.integrations.hf._plan_of_layer(plan.for_rank(0), 3, "causal")
+
+
+def test_a_layer_that_is_not_causal_and_asks_for_no_mask_is_refused() -> None:
+    q, kv = torch.zeros(1, 4, 8, 8), torch.zeros(1, 2, 8, 8)
+    with pytest.raises(
+        distca.InvalidArgumentError, match='not causal, and .* the full mask. .*"vision_config": "sdpa"'
+    ):
+        distca.integrations.hf.distca_attention(torch.nn.Identity(), q, kv, kv, None, plan=_plan(), is_causal=False)
 
 
 def _mask_request(**options: object) -> dict[str, object]:

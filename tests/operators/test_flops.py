@@ -26,7 +26,7 @@ def counted(call: FlopCounterMode) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize(("mask", "window"), [("causal", None), ("causal", 30), ("full", None)])
+@pytest.mark.parametrize(("mask", "window"), [("causal", None), ("causal", 30), ("full", None), ("full", 30)])
 @pytest.mark.parametrize("in_parts", [False, True])
 def test_what_all_ranks_compute_is_the_visible_pairs(mask: str, window: int | None, in_parts: bool) -> None:
     lengths = [100, 7, 64]
@@ -83,9 +83,15 @@ def test_local_attention_counts_as_much_as_pytorch_s_does_under_the_full_mask() 
 def test_local_attention_counts_what_its_tasks_see() -> None:
     tasks = torch.tensor([[0, 5, 0, 5], [5, 9, 5, 12]])  # the second one has queries for the last four of its keys
     q, k, v = torch.randn(9, 4, 16), torch.randn(12, 2, 16), torch.randn(12, 2, 24)
-    for window, pairs in ((None, 15 + 4 + 5 + 6 + 7), (2, 1 + 2 * 4 + 2 * 4)):
+    of_rows = {
+        ("causal", None): 15 + 4 + 5 + 6 + 7,
+        ("causal", 2): 1 + 2 * 4 + 2 * 4,
+        ("full", None): 5 * 5 + 4 * 7,
+        ("full", 2): 2 + 3 + 3 + 3 + 2 + 3 + 3 + 3 + 2,
+    }
+    for (mask, window), pairs in of_rows.items():
         with FlopCounterMode(display=False) as counter:
-            distca.attention(q, k, v, tasks, window=window)
+            distca.attention(q, k, v, tasks, mask=mask, window=window)
         assert counted(counter) == {"attention": 4 * pairs * 2 * (16 + 24)}
 
 

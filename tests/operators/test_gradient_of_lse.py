@@ -224,7 +224,7 @@ def test_every_form_of_a_step_gives_the_bits_of_attention_in_one_process(
 
 
 @pytest.mark.parametrize("retain", [False, True], ids=["", "retained"])
-@pytest.mark.parametrize(("mask", "window"), [("causal", None), ("causal", 40), ("full", None)], ids=str)
+@pytest.mark.parametrize(("mask", "window"), [("causal", None), ("causal", 40), ("full", None), ("full", 40)], ids=str)
 def test_every_mask_has_exact_gradients(
     batch: Batch, heads: distca.Heads, mask: str, window: int | None, retain: bool
 ) -> None:

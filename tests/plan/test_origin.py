@@ -55,6 +55,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, str, str] | str]] = {
         ),
     ),
     "mask": ({"mask": "full"}, ("", "the full mask", "the causal mask")),
+    "mask and window": ({"mask": "full", "window": 7}, ("", "the full mask with a window of 7", "the causal mask")),
     "window": ({"window": 77}, ("", "the causal mask with a window of 77", "the causal mask")),
     "tolerance": ({"tolerance": 0.255}, ("tolerance ", "0.255", "0.01")),
     "whole tolerance": ({"tolerance": 1}, ("tolerance ", "1", "0.01")),

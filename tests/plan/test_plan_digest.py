@@ -48,6 +48,7 @@ def test_the_digest_changes_with_everything_that_changes_a_plan() -> None:
         "dtype": make(heads=distca.Heads(4, 2, 16, None, torch.bfloat16)),
         "another dtype": make(heads=distca.Heads(4, 2, 16, None, torch.float16)),
         "mask": make(mask="full"),
+        "mask and window": make(mask="full", window=20),
         "window": make(window=100),
         "servers": make(servers=[0, 2]),
         "tasks": make(tasks=[(0, 0, 300, 0, 2, 0), (1, 0, 5, 0, 2, 1), (2, 0, 200, 0, 2, 2)]),

@@ -75,6 +75,7 @@ PLANS: dict[str, Callable[[], distca.Plan]] = {
     "causal": lambda: _plan_of(spill, 2),
     "window": lambda: _plan_of(spill, 3, window=20),
     "full": lambda: _plan_of(data_parallel, 3, mask="full"),
+    "full window": lambda: _plan_of(data_parallel, 3, mask="full", window=40),
     "retained keys": lambda: _plan_of(spill, 3, retain_bytes=2**30),
     "some keys retained": lambda: _plan_of(spill, 2, retain_bytes=[12_000, 0]),
     "dedicated servers": lambda: _plan_of(data_parallel, 3, servers=[1, 2]),

@@ -128,7 +128,7 @@ def test_dedicated_servers_compute_everything_and_nobody_else_anything() -> None
     assert len(plan.tasks) < sum(map(len, documents)) + 10 * len(servers)
 
 
-@pytest.mark.parametrize("mask,window", [("causal", 64), ("causal", 3000), ("full", None)])
+@pytest.mark.parametrize("mask,window", [("causal", 64), ("causal", 3000), ("full", None), ("full", 500)])
 def test_windows_and_full_masks_are_balanced(mask: str, window: int | None) -> None:
     documents = heavy_tailed(16, 8192, 3)
     documents[:4] = [[], [], [8192, 8192], [8192]]
@@ -137,6 +137,13 @@ def test_windows_and_full_masks_are_balanced(mask: str, window: int | None) -> N
     )
     assert plan.stats.imbalance_before > 1.5
     assert plan.stats.imbalance_after <= 1.01
+
+
+def test_nothing_is_proven_of_bytes_where_a_window_reaches_to_both_sides() -> None:
+    layout = distca.Layout.from_documents([[4096], [100]])
+    stats = [distca.plan(layout, HEADS, mask="full", window=window, tolerance=0.0).stats for window in (None, 256)]
+    assert stats[0].bytes_lower_bound > 0 == stats[1].bytes_lower_bound
+    assert all(one.imbalance_after < 1.01 for one in stats)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -227,7 +227,7 @@ def test_random_trees_are_exact_with_whatever_a_plan_is_asked_for() -> None:
         draw = random.Random(seed)
         heads = draw.choice([distca.Heads(4, 2, 16, 24), distca.Heads(3, 3, 8)])
         tree = random_tree(seed, draw.randint(2, 6))
-        mask, window = draw.choice([("causal", None), ("causal", None), ("causal", 50), ("full", None)])
+        mask, window = draw.choice([("causal", None), ("causal", None), ("causal", 50), ("full", None), ("full", 50)])
         plan = distca.plan(
             tree.layout(draw.randint(1, 5), seed),
             heads,

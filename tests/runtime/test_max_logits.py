@@ -42,7 +42,7 @@ def test_they_are_those_of_the_rank_s_rows_and_have_the_same_bits_whatever_the_p
     dtype = draw.choice([torch.float32, torch.bfloat16, torch.float16])
     heads = distca.Heads(draw.choice([1, 3, 4]) * 2, 2, draw.choice([8, 16, 40]), 24, dtype)
     layout = draw.choice([data_parallel, scattered, spill])(LENGTHS, draw.choice([1, 2, 3, 5]), seed)
-    mask, window = draw.choice([("causal", None), ("causal", 50), ("full", None)])
+    mask, window = draw.choice([("causal", None), ("causal", 50), ("full", None), ("full", 50)])
     scores: Options = {"scale": draw.choice([None, -0.3, 2.0, 0.0]), "softcap": draw.choice([0.0, 1.5])}
     batch = random_batch(LENGTHS, heads, seed)
     if seed % 2:  # no logit is above 0, which is what a row of nothing would have
@@ -73,7 +73,10 @@ def test_documents_that_share_rows_see_each_other_or_have_scores_of_their_own_ha
         )
         assert all(torch.equal(of_plan[rank][2], found[0][rank][2]) for of_plan in found)
 
-    scores = [distca.Scores(window=3 * i + 1) if i % 2 else distca.Scores("full") for i in range(len(LENGTHS))]
+    scores = [
+        distca.Scores(window=3 * i + 1) if i % 2 else distca.Scores("full", 40 * (i % 4) or None)
+        for i in range(len(LENGTHS))
+    ]
     layout = scattered(LENGTHS, 3, 1)
     parts = [random_batch((n,), HEADS, 10 + i) for i, n in enumerate(LENGTHS)]
     batch = Batch(

@@ -20,7 +20,7 @@ from support.oracle import NAMES
 from support.retaining import ALL, HEADS, plan_of
 from support.step_ways import Rows, both, overlapped_steps, steps_in_parts, whole_steps
 
-MASKS = (("causal", None), ("causal", 70), ("full", None))
+MASKS = (("causal", None), ("causal", 70), ("full", None), ("full", 70))
 
 
 def assert_equal(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:

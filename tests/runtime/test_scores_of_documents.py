@@ -50,7 +50,7 @@ def _step(batch: Batch, plan: distca.Plan, options: list[dict[str, Any]]) -> lis
         return together(batch.lengths, plan.layout, on_all_ranks(contexts, work))
 
 
-WINDOWS = [Scores(), Scores(window=64), Scores("full"), Scores(window=17), Scores()]
+WINDOWS = [Scores(), Scores(window=64), Scores("full"), Scores("full", 40), Scores(window=17)]
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -112,7 +112,7 @@ def test_a_call_with_another_scale_than_the_plan_s_is_refused_on_all_ranks(optio
         ({"scores": [Scores()]}, "scores of 1 documents; the layout has 2"),
         ({"scores": [Scores(), None]}, "a distca.Scores is expected"),
         ({"scores": [Scores(), Scores(window=0)]}, "window = 0"),
-        ({"scores": [Scores(), Scores("full", 5)]}, "window = 5"),
+        ({"scores": [Scores(), Scores("full", -5)]}, "window = -5"),
         ({"scores": [Scores(), Scores("diagonal")]}, "mask = 'diagonal'"),
         ({"scores": [Scores(), Scores(scale=1.0)]}, "some documents have a scale"),
         ({"scores": [Scores(softcap=1.0), Scores()]}, "some documents have a softcap"),

@@ -42,7 +42,7 @@ def _start_kernels(heads: distca.Heads, attention: str | None) -> None:
         contextlib.suppress(distca.InvalidArgumentError),
         distca.loopback(1, max_tokens=8, heads=heads, device="cuda", attention=attention)[0] as context,
     ):
-        for mask, window in (("causal", None), ("causal", 4), ("full", None)):
+        for mask, window in (("causal", None), ("causal", 4), ("full", None), ("full", 3)):
             plan = distca.plan(layout, heads, mask=mask, window=window)
             distca.core_attention(q, k, v, plan, context=context)[0].sum().backward()
     torch.cuda.synchronize()

@@ -48,7 +48,7 @@ def visible(length: int, mask: str = "causal", window: int | None = None, bidire
             seen[begin:end, begin:end] |= torch.ones(end - begin, end - begin, dtype=torch.bool).triu()
         return seen
     if mask == "full":
-        return torch.ones(length, length, dtype=torch.bool)
+        return (row - key).abs() < (window or length)
     if mask == "chunked":
         return (key <= row) & (row // (window or length) == key // (window or length))
     return (key <= row) & (row - key < (window or length))

@@ -355,7 +355,9 @@ def owners(layout: distca.Layout, document: int, begin: int, end: int) -> list[t
 def keys_of_rows(plan: distca.Plan, document: int, begin: int, end: int) -> tuple[int, int]:
     """The range of keys that rows [begin, end) of a document see."""
     if plan.mask == "full":
-        return 0, plan.layout.document_lengths[document]
+        length = plan.layout.document_lengths[document]
+        reach = (plan.window or length) - 1
+        return max(0, begin - reach), min(length, end + reach)
     first, last = (max(0, begin - plan.window + 1) if plan.window else 0), end
     for range_begin, range_end in plan.layout.bidirectional.get(document, ()):
         if range_begin <= end - 1 < range_end:

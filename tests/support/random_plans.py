@@ -17,7 +17,8 @@ HEADS = [
     distca.Heads(2, 2, 24, 8, torch.bfloat16),
     distca.Heads(3, 3, 8, dtype=torch.float16),
 ]
-MASKS = (("causal", None), ("causal", 1), ("causal", 50), ("causal", 64), ("causal", 150), ("full", None))
+MASKS = (("causal", None), ("causal", 1), ("causal", 50), ("causal", 64), ("causal", 150))
+MASKS += (("full", None), ("full", 1), ("full", 64), ("full", 90))
 COSTS = (distca.CostModel(), distca.CostModel(3, 40), distca.CostModel(0, 1))
 
 

@@ -38,7 +38,7 @@ def random_step(seed: int, ranks: int) -> tuple[Any, distca.Plan]:
     heads = distca.Heads(4, 2, rng.choice([8, 16]), rng.choice([None, 24]), dtype)
     lengths = [rng.choice(LENGTHS) for _ in range(rng.randrange(1, 6))]
     layout = LAYOUTS[rng.choice(list(LAYOUTS))](lengths, ranks, rng.randrange(1000))
-    mask, window = rng.choice([("causal", None), ("causal", 40), ("full", None)])
+    mask, window = rng.choice([("causal", None), ("causal", 40), ("full", None), ("full", 40)])
     tasks = random_tasks(layout, heads.kv, rng.randrange(1000)) if rng.random() < 0.5 else None
     retain = rng.choice([0, 5000, 2**40])  # test_retain.py tests what this must give
     plan = distca.plan(

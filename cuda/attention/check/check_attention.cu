@@ -66,7 +66,7 @@ struct Shape {
   __device__ bool sees(int row, int key) const {
     const bool same = row / kImageStep == key / kImageStep;
     const bool image_sees = same && row % kImageStep < image && key % kImageStep < image;
-    return full != 0 || ((key <= row || image_sees) && (window == 0 || key > row - window));
+    return (full != 0 || key <= row || image_sees) && (window == 0 || (key > row - window && key < row + window));
   }
   __device__ float score(const float* q, const float* k, float* slope) const {
     float s = 0.f;
@@ -335,7 +335,7 @@ void run_setup(CudaAttention& kernel, const Setup& setup, std::mt19937& random) 
                     static_cast<int>(h.kv_heads),
                     static_cast<int>(h.dim),
                     static_cast<int>(h.v_dim),
-                    setup.mask.kind == MaskKind::kFull ? 1 : 0,
+                    setup.mask.is_full() ? 1 : 0,
                     static_cast<int>(setup.mask.window),
                     setup.image,
                     scale,
@@ -410,6 +410,7 @@ int main(int num_arguments, char** arguments) {
       {"causal", {8, 2, 128, 128, bf16}, causal, 1111, 0.f, true},
       {"full", {5, 1, 128, 128, fp16}, full, 700, 0.f, true},
       {"window", {8, 8, 64, 64, bf16}, {MaskKind::kCausal, 200}, 1500, 0.f, true},
+      {"full in a window", {8, 2, 128, 128, bf16}, {MaskKind::kFull, 130}, 1300, 0.f, true},
       {"images", {8, 2, 128, 128, bf16}, causal, 1111, 0.f, true, 200},
       {"images in a window", {8, 8, 64, 64, bf16}, {MaskKind::kCausal, 90}, 1500, 0.f, true, 160},
       {"softcap", {6, 2, 96, 96, bf16}, causal, 900, 2.f, true},

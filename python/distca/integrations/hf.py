@@ -21,7 +21,7 @@ other ranks take no part in it. This is also how one rank evaluates alone; with 
 training, a missing plan is an error if the context has more than one rank. transformers cannot run a tensor without
 rows: give a rank without tokens one row of padding, the segment (-1, 0, 1).
 
-`heads_of` and `windows_of` read from a model's configuration what `distca.plan` needs. `PlanInputs` makes a
+`heads_of`, `windows_of` and `mask_of` read from a model what `distca.plan` needs. `PlanInputs` makes a
 `transformers.Trainer` plan by itself, and `plan_inputs` plans a batch in any other loop. `ping_pong` and `plan_halves`
 are described in hf_ping_pong.py.
 """
@@ -51,6 +51,7 @@ from distca.integrations.hf_models import NAME as NAME
 from distca.integrations.hf_models import check_model as check_model
 from distca.integrations.hf_models import drops_keywords, refuse
 from distca.integrations.hf_models import heads_of as heads_of
+from distca.integrations.hf_models import mask_of as mask_of
 from distca.integrations.hf_models import windows_of as windows_of
 from distca.integrations.hf_ping_pong import ping_pong as ping_pong
 from distca.integrations.hf_ping_pong import plan_halves as plan_halves
@@ -60,6 +61,11 @@ from distca.planner.layout import Chunk, Window
 from distca.planner.plan import Plan, Plans
 from distca.planner.plan_source import PlanSource
 from distca.registry import find_context
+
+_ENCODER_BESIDE = (
+    "Beside an encoder of images or sound, say which part is for distca: "
+    'attn_implementation={"text_config": "distca", "vision_config": "sdpa"}'
+)
 
 
 def distca_attention(
@@ -177,8 +183,18 @@ def _name_of_layer(module: torch.nn.Module) -> str | None:
     return f"{index} ({type(module).__name__})"
 
 
-def _plan_of_layer(plan: Plan | Plans | PlanSource, window: Window) -> Plan:
+def _plan_of_layer(plan: Plan | Plans | PlanSource, window: Window, mask: str) -> Plan:
     """The plan for a layer. transformers' window W lets row q see key k if q - k < W, and so does a plan's window."""
+    found = _plan_of_window(plan, window, mask)
+    refuse(
+        found.has_documents and found.mask != mask,
+        f"the plan's mask is {found.mask}, and this layer asks for the {mask} mask: give distca.plan, or distca.plans, "
+        f"mask={mask!r} (hf.mask_of knows it of most models)" + (f". {_ENCODER_BESIDE}" if mask == "full" else ""),
+    )
+    return found
+
+
+def _plan_of_window(plan: Plan | Plans | PlanSource, window: Window, mask: str) -> Plan:
     if isinstance(plan, Plans):
         return plan.for_window(window)
     chunk, longest = None, 0
@@ -188,11 +204,6 @@ def _plan_of_layer(plan: Plan | Plans | PlanSource, window: Window) -> Plan:
         refuse_other_plan(plan)
     if not plan.has_documents:
         return plan
-    refuse(
-        plan.mask != "causal",
-        f"the plan's mask is {plan.mask}; in models of transformers only causal plans are supported yet, and so no "
-        "encoders of text (BERT, ModernBERT): for a causal model leave out mask=",
-    )
     longest = longest or max(plan.layout.document_lengths, default=0)
     # Chunks that no document is longer than are its documents.
     window = None if isinstance(window, Chunk) and window.rows >= longest else window
@@ -207,7 +218,7 @@ def _plan_of_layer(plan: Plan | Plans | PlanSource, window: Window) -> Plan:
         )
         return plan
     refuse(
-        not plan.same_window(window),
+        not plan.same_window(window, plan.mask),
         f"this layer has a sliding window of {window}, the plan one of {plan.window}: pass "
         f"plan=distca.plan(layout, heads, window={window}, context=context), or distca.plans(layout, heads, "
         "windows=[...], context=context) where layers differ",
@@ -219,6 +230,8 @@ def _window_of(module: torch.nn.Module, mask: DeferredMask | torch.Tensor | None
     """The layer's window. Layers that attend in chunks do not say so; their mask and the type of the layer do."""
     window: int | None = kwargs.get("sliding_window")
     size = mask.local_size if isinstance(mask, DeferredMask) else None
+    if isinstance(mask, DeferredMask) and mask.is_full:  # decoders made into encoders say another window in the call
+        return size
     if window is not None or size is None:
         return window
     kinds, layer = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
@@ -259,15 +272,19 @@ def _checked_plan(
     kwargs: dict[str, Any],
 ) -> Plan | PlanSource:
     """The layer's plan, or what finds it. Raises InvalidArgumentError if it lacks what the layer asks for."""
-    found = _plan_of_layer(plan, _window_of(module, attention_mask, kwargs))
+    is_full = isinstance(attention_mask, DeferredMask) and attention_mask.is_full
+    found = _plan_of_layer(plan, _window_of(module, attention_mask, kwargs), "full" if is_full else "causal")
     compared = (
         attention_mask if not torch.compiler.is_compiling() and isinstance(attention_mask, DeferredMask) else None
     )
     refuse(
-        not _is_causal(module, kwargs) and (compared is None or not compared.has_blocks()),
-        "this layer is not causal; in models of transformers only causal attention is supported yet, and so no "
-        "encoders of text (BERT, ModernBERT), whatever the plan's mask. Beside an encoder of images or sound, say "
-        'which part is for distca: attn_implementation={"text_config": "distca", "vision_config": "sdpa"}',
+        not is_full and not _is_causal(module, kwargs) and (compared is None or not compared.has_blocks()),
+        f"this layer is not causal, and its model does not ask for the full mask. {_ENCODER_BESIDE}",
+    )
+    refuse(
+        is_full and found.has_branches,
+        "documents begin with rows of others, and this layer's rows see those after them: of shared rows each document "
+        "by itself would make others. Give each document rows of its own",
     )
     refuse(
         isinstance(attention_mask, DeferredMask) and attention_mask.is_part,
@@ -281,7 +298,7 @@ def _checked_plan(
         "the plan's layout has rows that see those after them; whether the model asks for the same ones a graph cannot "
         "see: call it without torch.compile",
     )
-    if compared is not None:
+    if compared is not None and not is_full:
         layout, rank = plan.rows() if isinstance(plan, PlanSource) else (found.layout, found.rank)
         differs = compared.difference(layout, rank, found.window, not makes_blocks(module))
         refuse(differs is not None, str(differs))
@@ -317,7 +334,7 @@ def _check_call(query: torch.Tensor, key: torch.Tensor, plan: Plan, dropout: flo
     refuse(
         dropout > 0,
         f"attention dropout is {dropout:g}, must be 0: set attention_dropout=0.0 in the model's config "
-        "(attn_pdrop in GPT-2's)",
+        "(attn_pdrop in GPT-2's, attention_probs_dropout_prob in BERT's)",
     )
     refuse(kwargs.get("position_bias") is not None, "a position bias is not supported yet")
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from distca.errors import InvalidArgumentError
 from distca.heads import Heads
 from distca.integrations.hf_bidirectional import bidirectional_rows, in_sliding_layers_alone
-from distca.integrations.hf_models import differ_in_heads, refuse, windows_of
+from distca.integrations.hf_models import differ_in_heads, mask_of, refuse, windows_of
 from distca.integrations.hf_ping_pong import InHalves, plan_halves
 from distca.planner.exchange import gathered_lengths
 from distca.planner.planning import plans
@@ -80,7 +80,8 @@ def plan_inputs(
     layout = _TELLING.layout(told, [0] * len(told))
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # what PEFT goes around
     make = plan_halves if isinstance(base, InHalves) else plans
-    windows, options = windows_of(model.config), {"context": context} | plan_options
+    windows = windows_of(model.config)
+    options: dict[str, Any] = {"context": context, "mask": mask_of(base)} | plan_options
     refuse(
         isinstance(context.layer_heads, Heads) and differ_in_heads(model.config),
         f"layers of the model differ in their heads, and context {context.name!r} was made with heads of one shape: "

@@ -45,6 +45,12 @@ _KNOWN = (
     "remap_positions_for_packed_sequence",
     "sliding_window_overlay",
 )
+#: Those of which it makes full masks, without a window and with one.
+_FULL = ("bidirectional_mask_function", "sliding_window_bidirectional_overlay")
+_KNOWN_IN_FULL = (*_FULL, "add_offsets_to_mask_function", "and_masks", "padding_mask_function")
+#: Gemma 3 makes a full mask by what it adds to the causal one (EmbeddingGemma).
+_GEMMA3 = "transformers.models.gemma3.modeling_gemma3"
+_ADDED_BY_GEMMA3 = ("Gemma3TextModel", "_bidirectional_window_overlay")
 
 
 def bidirectional_rows(config: PreTrainedConfig, inputs: Mapping[str, Any], lengths: Sequence[int]) -> list[int]:
@@ -97,13 +103,19 @@ class AskedMask:
 
     Attributes:
         is_known: whether all of them are known to mean what plans say.
+        is_full: whether rows see those after them as they see those before them.
+        has_far_end: whether a row of a full mask sees the row that lies as far away as the window says.
         blocks: for each row [1, T] the number of the rows that it sees besides, -1 for none; None if there are none.
         is_cut: whether a window hides what lies further back from these rows, too.
     """
 
     def __init__(self, mask_function: Callable[..., Any]) -> None:
         functions = list(_functions(mask_function))
-        self.is_known = all(_kind(function) in _KNOWN for function in functions)
+        kinds = {_kind(function) for function in functions}
+        by_gemma3 = not kinds.isdisjoint(_ADDED_BY_GEMMA3)
+        self.is_full, self.has_far_end = by_gemma3 or not kinds.isdisjoint(_FULL), not by_gemma3
+        known = (*_KNOWN, *_ADDED_BY_GEMMA3) if by_gemma3 else _KNOWN_IN_FULL if self.is_full else _KNOWN
+        self.is_known = kinds.issubset(known)
         blocks = [_free(f)["block_sequence_ids"] for f in functions if _kind(f) == "blockwise_overlay"]
         self.blocks: torch.Tensor | None = blocks[0] if blocks else None
         self.is_known = self.is_known and len({id(one) for one in blocks}) <= 1
@@ -111,8 +123,10 @@ class AskedMask:
 
 
 def _kind(function: Callable[..., Any]) -> str:
-    """The function of transformers that made this one, or is this one; empty for all others."""
-    return function.__qualname__.split(".")[0] if function.__module__ == _MASKS else ""
+    """The function or class of transformers that made this one, or is this one; empty for all others."""
+    name = function.__qualname__.split(".")[0]
+    known = function.__module__ == _MASKS or (function.__module__ == _GEMMA3 and name in _ADDED_BY_GEMMA3)
+    return name if known else ""
 
 
 def _free(function: Callable[..., Any]) -> dict[str, Any]:

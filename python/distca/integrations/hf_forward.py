@@ -34,6 +34,7 @@ from distca.integrations.hf_models import (
     check_model,
     examine,
     goes_another_way,
+    has_labels_of_rows,
     has_own_loss,
     num_attention_calls,
     refuse,
@@ -259,7 +260,8 @@ def _document_rows(layout: Layout, rank: int) -> torch.Tensor:
 def check_loss(model: PreTrainedModel, layout: Layout, arguments: Mapping[str, Any], in_halves: bool = False) -> None:
     """Raises InvalidArgumentError, on all ranks, if the model's own loss would not be the loss of the documents."""
     own = has_own_loss(model)
-    if arguments.get("labels") is not None and (own or arguments.get("shift_labels") is None):
+    shifts = not has_labels_of_rows(model)
+    if arguments.get("labels") is not None and shifts and (own or arguments.get("shift_labels") is None):
         found = cut_document(layout)
         cut = None if found is None else found[0]
         refuse(

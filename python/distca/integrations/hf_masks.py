@@ -86,6 +86,13 @@ class DeferredMask:
         asked = self._asked_mask()
         return asked.is_known and asked.blocks is not None
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the model asks that rows see those after them as they see those before them."""
+        if torch.compiler.is_compiling():  # only such requests have this key
+            return "allow_is_bidirectional_skip" in self._request
+        return self._asked_mask().is_full
+
     def difference(self, layout: Layout, rank: int, window: int | None, may_ask_none: bool) -> str | None:
         """In what the mask differs from what a layout says of rows that see those after them; None if it does not."""
         key = (id(layout), rank, window, may_ask_none)
@@ -114,6 +121,8 @@ class DeferredMask:
         asked = self._asked_mask()
         if self._request.get("use_vmap") and not asked.is_known:
             return own
+        if asked.is_full:
+            return None if asked.is_known else "the model asks for a full mask with functions of its own"
         if not self.has_blocks() and self._sees_future():
             return "the model asks for a mask that is not causal"
         return None
@@ -171,8 +180,12 @@ class DeferredMask:
 
     @property
     def local_size(self) -> int | None:
-        """The window or chunk size of a layer that does not see its whole document; otherwise None."""
-        return self._request.get("local_size")
+        """The window or chunk size of a layer that does not see its whole document; otherwise None. As in plans, a row
+        of a window sees keys that are less than so many rows away.
+        """
+        size: int | None = self._request.get("local_size")
+        far_end = self.is_full and (torch.compiler.is_compiling() or self._asked_mask().has_far_end)
+        return None if size is None else size + far_end
 
 
 def _refuse_mask(what: str) -> NoReturn:

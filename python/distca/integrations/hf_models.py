@@ -50,6 +50,11 @@ _REFUSED = {
 _REFUSED_IN_TRAINING = {
     "phimoe": "the router draws experts at random, and ranks would differ from one process: call model.eval()"
 }
+#: By the name of an option, what a model that has it does along the rows of its tensor outside of any module.
+_ALONG_ROWS = {
+    "token_dropout": "scales embeddings by how many rows are masked",
+    "trigram_input": "takes the embeddings of a row's neighbours with its own",
+}
 _JITTER = ("router_jitter_noise", "input_jitter_noise", "moe_jitter_eps")
 
 #: Models that do not hand keywords on to their layers. Only torch.compile needs this list.
@@ -61,8 +66,18 @@ _BYPASSES = ("cpmant", "openai-gpt", "prophetnet", "xlm", "xlnet")
 #: Models whose configuration has a sliding window that their layers do not use.
 _NO_WINDOW = ("moshi",)
 
+#: Models with a full mask whose rows see those, too, that lie as far away as the configuration's window says. So it is
+#: in every model whose configuration says is_causal=False.
+_TO_FAR_END = ("embedding_gemma2_text", "modernbert", "neomme", "openai_privacy_filter", "ultrabert")
+
 #: Where a model's forward computes a loss. All but transformers' own function know no shift_labels.
 _LOSSES = re.compile(r"\b(?:loss_function|CrossEntropyLoss|cross_entropy)\(")
+
+#: How the classes of models end that make one result of a whole row of the batch.
+_POOLING = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
+
+#: How the classes of models end whose labels are of the rows themselves, not of the rows after them.
+_LABELS_OF_ROWS = ("ForMaskedLM", "ForTokenClassification")
 
 #: How often each attention layer calls attention; once in models that are not listed.
 _CALLS_PER_LAYER = {"diffllama": 2}
@@ -101,10 +116,7 @@ def examine(model: PreTrainedModel) -> Examined:
     """Looks through the modules of a model's decoder, once. RoPE modules get hooks, recurrent ones another forward."""
     found = _examined.get(model)
     if found is None:
-        decoder = model.get_decoder()
-        decoder = decoder if isinstance(decoder, torch.nn.Module) else model
-        apart = {m for part in _models_inside(decoder) for m in part.modules()}  # encoders of images and sound
-        modules = [(name, m) for name, m in decoder.named_modules() if m not in apart]
+        modules = _own_modules(model)
         recurrent = {name: m for name, m in modules if is_recurrent(m)}
         inside = {part for m in recurrent.values() for part in m.modules() if part is not m}
         recurrent = {name: m for name, m in recurrent.items() if m not in inside}
@@ -112,19 +124,27 @@ def examine(model: PreTrainedModel) -> Examined:
             run_by_document(module, functools.partial(takes_plans, model.config))
         others = ((name, m) for name, m in modules if m not in inside and looks_along_rows(m))
         along = next((f"{name} ({type(m).__name__})" for name, m in others), None)
-        # RoBERTa's positions begin after the number of its padding token.
-        firsts = [m.padding_idx + 1 for _, m in modules if hasattr(m, "create_position_ids_from_input_ids")]
+        firsts = [int(m.padding_idx) + 1 for _, m in modules if _counts_from_padding(m)]  # type: ignore[arg-type]
         checkpointed = [m for _, m in modules if hasattr(m, "gradient_checkpointing")]
         watch(model)
         found = _examined[model] = Examined(recurrent, along, firsts[0] if firsts else 0, checkpointed)
     return found
 
 
-def _models_inside(decoder: torch.nn.Module) -> list[torch.nn.Module]:
-    """Models of their own inside a decoder, such as encoders of images and sound."""
-    return [
-        m for m in decoder.modules() if isinstance(m, PreTrainedModel) and m is not decoder and m.config is not None
-    ]
+def _counts_from_padding(module: torch.nn.Module) -> bool:
+    """Whether positions begin after the number of the padding token, as RoBERTa's do, and those that ESM learns."""
+    makers = ("create_position_ids_from_input_ids", "create_position_ids_from_inputs_embeds")
+    return hasattr(module, "position_embeddings") and any(hasattr(module, name) for name in makers)
+
+
+def _own_modules(model: PreTrainedModel) -> list[tuple[str, torch.nn.Module]]:
+    """The modules of a model's text model, by name, without those of models inside it: encoders of images and sound."""
+    text = model.get_decoder()
+    if not isinstance(text, PreTrainedModel):  # ModernBERT's is the layer of its logits
+        text = model.base_model
+    inside = (m for m in text.modules() if isinstance(m, PreTrainedModel) and m is not text and m.config is not None)
+    apart = {m for part in inside for m in part.modules()}
+    return [(name, m) for name, m in text.named_modules() if m not in apart]
 
 
 def check_model(model: PreTrainedModel, num_ranks: int, layout: Layout | None = None) -> None:
@@ -148,6 +168,11 @@ def check_model(model: PreTrainedModel, num_ranks: int, layout: Layout | None = 
         f"the model's module {along} looks along the rows of its tensor, over the borders of documents and ranks: not "
         "supported yet",
     )
+    for option, what in _ALONG_ROWS.items():
+        refuse(
+            bool(getattr(config, option, False)),
+            f"the model {what} ({option}), over the borders of documents and ranks: not supported yet",
+        )
     _check_peft(model)
     if layout is not None:
         _check_pooling(model, layout)
@@ -163,7 +188,7 @@ def check_model(model: PreTrainedModel, num_ranks: int, layout: Layout | None = 
 
 def _check_pooling(model: PreTrainedModel, layout: Layout) -> None:
     """Refuses models that make one result of a whole row of the batch, where that is not one document."""
-    if not type(model).__name__.endswith("ForSequenceClassification"):
+    if not type(model).__name__.endswith(_POOLING) and not _labels_documents(type(model).forward):
         return
     for rank in range(layout.num_ranks):
         documents = [document for document, _, _ in layout.segments(rank)]
@@ -173,6 +198,12 @@ def _check_pooling(model: PreTrainedModel, layout: Layout) -> None:
             f"{type(model).__name__} makes one result of all rows of rank {rank}, which are not one whole document: "
             "take the result of the model inside, and pool the rows of each document yourself",
         )
+
+
+@functools.cache
+def _labels_documents(forward: Callable[..., Any]) -> bool:
+    """Whether a forward takes labels of whole documents beside those of rows, as BERT's pretraining does."""
+    return not {"next_sentence_label", "sentence_order_label"}.isdisjoint(inspect.signature(forward).parameters)
 
 
 def _check_peft(model: PreTrainedModel) -> None:
@@ -243,6 +274,11 @@ def _gathered_by(module: torch.nn.Module) -> tuple[str | None, str]:
             "deepspeed.initialize, or use ZeRO-2"
         )
     return None, ""
+
+
+def has_labels_of_rows(model: PreTrainedModel) -> bool:
+    """Whether a row's label is its own target, so that a model shifts no labels."""
+    return type(model).__name__.endswith(_LABELS_OF_ROWS)
 
 
 def has_own_loss(model: PreTrainedModel) -> bool:
@@ -381,7 +417,8 @@ def _heads_of_layer(config: Any, layer: int) -> tuple[int, int, int, int]:
         kv = q
     if kind == "mimo_v2_flash" and config.layer_types[layer] == "sliding_attention":
         kv *= 2
-    dim = getattr(config, "head_dim", None) or config.hidden_size // q
+    width = getattr(config, "true_hidden_size", None) or config.hidden_size  # MobileBERT's layers are narrower
+    dim = getattr(config, "head_dim", None) or width // q
     wide = getattr(config, "global_head_dim", None)  # Gemma 4 before transformers 5.15
     if wide is not None and config.layer_types[layer] == "full_attention":
         dim, kv = wide, (config.attention_k_eq_v and config.num_global_key_value_heads) or kv
@@ -436,4 +473,23 @@ def _window_of_layer(config: Any, layer: int) -> Window:
     if config.model_type in _NO_WINDOW or (kinds and not _ATTENTION[kinds[layer]]):
         return None
     window: int | None = getattr(of_layer, "sliding_window", None)
-    return window
+    to_far_end = config.model_type in _TO_FAR_END or not getattr(config, "is_causal", True)
+    return window if window is None else window + to_far_end
+
+
+def mask_of(model: PreTrainedModel) -> str:
+    """The mask of a model's plans, for `distca.plans`: ``"full"`` if rows see those after them, as in encoders of text
+    (BERT, ModernBERT, EmbeddingGemma) and in models whose configuration says ``is_causal=False``; else ``"causal"``.
+
+    A layer of the model refuses a plan of another mask than the model asks for.
+
+    Args:
+        model: the model, without wrappers.
+    """
+    config: Any = model.config.get_text_config()
+    if not getattr(config, "is_causal", True):
+        return "full"
+    if hasattr(config, "use_bidirectional_attention"):  # PaliGemma's says so of its prefixes
+        return "full" if config.model_type == "gemma3_text" and config.use_bidirectional_attention else "causal"
+    says = {bool(m.is_causal) for _, m in _own_modules(model) if hasattr(m, "is_causal")}
+    return "full" if says == {False} else "causal"

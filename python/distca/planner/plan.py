@@ -53,6 +53,7 @@ class Plan:
         num_rows: rows of that rank's token tensor.
         has_documents: whether any of them is of a document. Else mask and window are those of document 0.
         has_bidirectional: whether some rows of a document see those after them (`Layout.with_bidirectional`).
+        has_branches: whether documents begin with rows of others (`Layout`).
         tensor: that rank's slice, for the operators: int64 on the CPU, its length a power of two.
         retain_bytes: bytes that each rank may retain of a step, as `plan` was told.
         retains: whether any rank may retain something.
@@ -64,6 +65,7 @@ class Plan:
     # Also in pickles of earlier versions, which lack them.
     has_documents = True
     has_bidirectional = False
+    has_branches = False
     whole: Layout | None = None
 
     def __init__(
@@ -97,6 +99,7 @@ class Plan:
             number = numbers[first or 0]
         self.has_documents = first is not None
         self.has_bidirectional = self.layout._core.has_bidirectional
+        self.has_branches = self.layout._core.has_shared
         mask, window, *_ = self._arguments["scores"][number]
         self.mask: str = MASKS[mask]
         self.window: int | None = window or None
@@ -152,12 +155,12 @@ class Plan:
         plan.in_parts, plan.half = True, half
         return plan
 
-    def same_window(self, window: int | None) -> bool:
-        """Whether this plan is causal and lets every row see the keys that a layer of that window lets it see."""
-        if self.window == window:
-            return self.mask == "causal"
+    def same_window(self, window: int | None, mask: str = "causal") -> bool:
+        """Whether this plan has that mask and lets every row see the keys that a layer of that window lets it see."""
+        if self.mask != mask or self.window == window:
+            return self.mask == mask
         longest = max(self.layout.document_lengths, default=0)
-        return self.mask == "causal" and min(self.window or longest, longest) == min(window or longest, longest)
+        return min(self.window or longest, longest) == min(window or longest, longest)
 
     def memory(self, *, layers: int = 1) -> MemoryReport:
         """The bytes that this plan takes on every rank. Printed, it is a table. See `distca.memory_report`."""
@@ -307,7 +310,7 @@ class Plans(Mapping[Window, Plan]):
             if isinstance(of, Chunk):
                 if of.rows >= longest and not isinstance(window, Chunk) and (window or longest) >= longest:
                     return plan
-            elif not isinstance(window, Chunk) and plan.same_window(window):
+            elif not isinstance(window, Chunk) and plan.same_window(window, plan.mask):
                 return plan
         raise InvalidArgumentError(self._no_plan(window))
 

@@ -67,8 +67,9 @@ def plan(
         context: the context that will run the plan, or its name. It must have as many ranks as the layout. It gives the
             defaults of `rank`, `capacity` and `cost`.
         rank: the rank whose slice ``Plan.tensor`` is; by default the context's, or 0 without a context.
-        mask: ``"causal"``, or ``"full"``: every row of a document sees all of it.
-        window: with the causal mask, how many keys a row sees: its own and the ``window - 1`` before it.
+        mask: ``"causal"``, or ``"full"``: every row of a document sees all of it, or what the window leaves.
+        window: a row sees keys that are less than ``window`` rows away: its own, the ``window - 1`` before it and,
+            with the full mask, the ``window - 1`` after it (ModernBERT, EmbeddingGemma).
         scores: for each document its mask, window, scale and softcap, in place of `mask` and `window`; at most 32
             different ones. Documents of different layers can then share a step, as in the ticks of a pipeline. All
             documents have a scale or none, and so with the softcap.

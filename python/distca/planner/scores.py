@@ -19,8 +19,9 @@ class Scores(NamedTuple):
     """What makes the scores of the documents of one layer, for plans in which documents are of different layers.
 
     Attributes:
-        mask: ``"causal"``, or ``"full"``: every row of a document sees all of it.
-        window: with the causal mask, how many keys a row sees: its own and the ``window - 1`` before it.
+        mask: ``"causal"``, or ``"full"``: every row of a document sees all of it, or what the window leaves.
+        window: a row sees keys that are less than ``window`` rows away: its own, the ``window - 1`` before it and,
+            with the full mask, the ``window - 1`` after it.
         scale: factor on the logits. None leaves it to the calls of `core_attention`, where all ranks pass the same.
         softcap: if positive, logits become ``softcap * tanh(scale * q k^T / softcap)``. None leaves it to the calls.
     """

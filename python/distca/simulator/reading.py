@@ -103,6 +103,15 @@ def _not_modelled(content: Mapping[str, Any]) -> str | None:
             return said(name, "layers with windows or chunks, and layers without attention,")
     if content.get("sliding_window") and content.get("use_sliding_window", True) and not content.get("layer_types"):
         return said("sliding_window", "layers with windows")
+    if content.get("is_causal") is False or content.get("use_bidirectional_attention") is True:
+        name = "is_causal" if content.get("is_causal") is False else "use_bidirectional_attention"
+        return said(name, "models whose rows see those after them")
+    if any(
+        str(kind).endswith(("ForMaskedLM", "ForTokenClassification")) for kind in content.get("architectures") or ()
+    ):
+        return said("architectures", "models whose rows see those after them")
+    if content.get("true_hidden_size"):
+        return said("true_hidden_size", "layers of several widths")
     for name in ("per_layer_config", "num_attention_heads_per_layer"):
         if content.get(name):
             return said(name, "layers that differ in their heads")

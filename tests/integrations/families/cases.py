@@ -28,11 +28,22 @@ _NO_CHUNKS = {"layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 0]}
 
 #: Models whose positions begin after the position of the padding token.
 _FROM_1 = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod")
+_FROM_1 += tuple(f"{name}, masked" for name in (*_FROM_1, "esm", "ibert", "longformer", "luke"))
 
 _ENTRIES = [entry for entry in tiny.CLASSES if entry not in tiny.NOT_BUILT]
 
 CASES: dict[str, Case] = {
     **{entry: Case(entry, first_position=int(entry in _FROM_1)) for entry in _ENTRIES},
+    "mpnet, masked": Case("mpnet, masked", first_position=2),
+    # causal models made into such that see both sides, and options of encoders
+    "llama, both sides": Case("llama", {"is_causal": False}),
+    "mistral, both sides": Case("mistral", {"is_causal": False}),
+    "gemma2, both sides": Case("gemma2", {"is_causal": False}),
+    "gemma4_text, both sides": Case("gemma4_text", {"use_bidirectional_attention": "all", "sliding_window": 16}),
+    "gemma3_text, both sides": Case("gemma3_text", {"use_bidirectional_attention": True, "sliding_window": 16}),
+    "esm, RoPE": Case("esm, masked", {"position_embedding_type": "rotary"}),
+    "esm, scaled by masks": Case("esm, masked", {"position_embedding_type": "rotary", "token_dropout": True}),
+    "albert, dropout": Case("albert, masked", {"attention_probs_dropout_prob": 0.1}),
     # RoPE that depends on the longest position of a row, and RoPE that does not
     "internlm3, dynamic RoPE": Case("internlm3", _DYNAMIC),
     "llama, dynamic RoPE": Case("llama", _DYNAMIC),
@@ -110,7 +121,10 @@ CASES = {name: case for name, case in CASES.items() if case.entry in tiny.CLASSE
 #: What the errors of refused cases say, and the cases that get each error.
 REFUSED: dict[str, tuple[str, ...]] = {
     "layers of the window None differ in their heads": ("laguna, heads of each layer",),
-    "carries a state from row to row, and document 0 is cut on rank 0: take homes of whole documents": tuple(RECURRENT),
+    "carries a state from row to row, and document 0 is cut on rank 0: take homes of whole documents": (
+        *RECURRENT,
+        "convbert, masked",
+    ),
     "none of the model's layers has attention": ("bamba", "granitemoehybrid", "jamba", "recurrent_gemma"),
     "a position bias is not supported yet": tuple(
         f"{name}, whole documents" for name in ("inkling2_loop_text", "inkling2_text", "inkling_text")
@@ -129,9 +143,17 @@ REFUSED: dict[str, tuple[str, ...]] = {
         ),
         "minimax_m3_vl_text, chosen keys",
     ),
-    "the model attends among rows that it has hashed alike": ("reformer",),
+    "the model attends among rows that it has hashed alike": ("reformer", "reformer, masked"),
+    r"scales embeddings by how many rows are masked \(token_dropout\), over the borders of documents": (
+        "esm, scaled by masks",
+    ),
+    r"takes the embeddings of a row's neighbours with its own \(trigram_input\), over the borders of documents": (
+        "mobilebert, masked",
+    ),
+    "attention_mask is a ready-made mask": ("layoutlm, masked",),
+    r"\(perceiver\) has no num_hidden_layers": ("perceiver, masked",),
     "has no num_hidden_layers: the model groups the bytes of a row into patches": ("blt",),
-    "has no num_attention_heads": ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"),
+    "has no num_attention_heads": ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm", "fnet, masked"),
     "takes its attention from a table of its own": ("falcon", "git", "gpt_neo", *(["gptj"] if tiny.OLD else [])),
     "bypasses transformers' AttentionInterface": (
         *(
@@ -145,16 +167,23 @@ REFUSED: dict[str, tuple[str, ...]] = {
             "xlm",
             *(["codegen"] if tiny.OLD else []),
         ),
+        *(
+            f"{name}, masked"
+            for name in ("big_bird", "deberta", "deberta-v2", "flaubert", "ibert", "longformer", "luke")
+        ),
+        *(f"{name}, masked" for name in ("megatron-bert", "mpnet", "mra", "nystromformer", "rembert", "squeezebert")),
+        *(f"{name}, masked" for name in ("tapas", "xlm", "yoso")),
     ),
     "takes no position_ids": (
         *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "bloom", "cpmant", "marian", "mbart"),
         *("mpt", "musicgen", "musicgen_melody", "mvp", "pegasus", "plbart", "prophetnet"),
         *("roformer", "trocr", "xlnet"),
+        *(f"{name}, masked" for name in ("bart", "funnel", "mbart", "mvp", "roformer")),
     ),
     "router draws experts at random": ("phimoe",),
     "the plan was used 1 times: layers were left out": ("mllama, a layer for images",),
     "a mask with a window or chunks of 12, and the layer does not say which": ("qwen2_moe, windows",),
-    "attention dropout is 0.1": ("llama, dropout",),
+    "attention dropout is 0.1": ("llama, dropout", "albert, dropout"),
     "router_jitter_noise=0.0": ("mixtral, jitter",),
     r"row 0 has position 0, its document has 1 there": ("roberta, positions from 0",),
 }

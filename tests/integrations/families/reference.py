@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -54,9 +53,19 @@ class Case:
         begin = sum(self.layout().num_rows(r) for r in range(rank))
         return slice(begin, begin + self.layout().num_rows(rank))
 
-    def plans(self, config: transformers.PreTrainedConfig) -> distca.Plans:
+    @property
+    def masked(self) -> bool:
+        return tiny.is_masked(self.entry)
+
+    @property
+    def sees_both_sides(self) -> bool:
+        options = self.options
+        return self.masked or "use_bidirectional_attention" in options or not options.get("is_causal", True)
+
+    def plans(self, model: Any) -> distca.Plans:
         """The plans that a caller makes who follows the documentation."""
-        return distca.plans(self.layout(), hf.heads_of(config, torch.float32), windows=hf.windows_of(config))
+        heads, windows = hf.heads_of(model.config, torch.float32), hf.windows_of(model.config)
+        return distca.plans(self.layout(), heads, windows=windows, mask=hf.mask_of(model))
 
     def model(self, attention: str) -> torch.nn.Module:
         return tiny.model_of(self.entry, attention, self.options)
@@ -133,7 +142,10 @@ def plans_by_hand(case: Case) -> distca.Plans:
     with torch.no_grad(), contextlib.suppress(KeyError):  # some models look attention up in a table of their own
         run(case.model("seen").eval(), documents()[0].tokens)
     seen = seen or {None: distca.Heads(4, 4, 8)}
-    return distca.Plans({window: distca.plan(case.layout(), heads, window=window) for window, heads in seen.items()})
+    mask = "full" if case.sees_both_sides else "causal"
+    return distca.Plans(
+        {window: distca.plan(case.layout(), heads, mask=mask, window=window) for window, heads in seen.items()}
+    )
 
 
 def mistakes(case: Case) -> dict[str, float]:

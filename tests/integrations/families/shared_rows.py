@@ -55,10 +55,9 @@ def found(case: Case) -> str:
     """ "exact", the reason of a refusal, or what is wrong."""
     try:
         models = [case.model("distca") for _ in SEGMENTS]
-        windows = hf.windows_of(models[0].config)
-        plans = distca.plans(
-            LAYOUT, hf.heads_of(models[0].config, torch.float32), windows=windows, tolerance=0.0, min_rows=1
-        )
+        options = {"windows": hf.windows_of(models[0].config), "mask": hf.mask_of(models[0])}
+        heads = hf.heads_of(models[0].config, torch.float32)
+        plans = distca.plans(LAYOUT, heads, **options, tolerance=0.0, min_rows=1)
     except distca.InvalidArgumentError as error:
         return f"refused: {error}"
 

@@ -1,4 +1,8 @@
-"""A tiny configuration of every causal language model of transformers, and weights with which mistakes show."""
+"""A tiny configuration of every language model of transformers, and weights with which mistakes show.
+
+An entry is one of transformers' table of causal language models or, with ", masked" after its name, of that of masked
+language models, whose rows see those after them.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,17 @@ import torch
 import transformers
 from packaging.version import Version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
-#: The class of each entry of transformers' own table of causal language models.
-CLASSES: dict[str, str] = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+_MASKED = ", masked"
+
+#: The class of each entry.
+CLASSES: dict[str, str] = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) | {
+    f"{name}{_MASKED}": of for name, of in MODEL_FOR_MASKED_LM_MAPPING_NAMES.items()
+}
 
 #: Whether this transformers is older than the pinned one, which gave its AttentionInterface to more models.
 OLD = Version(transformers.__version__) < Version("5.24")
@@ -118,6 +129,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         | {"downsample_hidden_size": 8},
     },
     "dots3_note_text": _DOTS_TEXT,
+    "esmc": {"num_key_value_heads": 4, "head_dim": 8},
     "gemma3": {"vision_config": {"image_size": 16, "patch_size": 8}, "mm_tokens_per_image": 4},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gemma4": {"text_config": _GEMMA4, "vision_config": {"position_embedding_size": 16}},
@@ -163,22 +175,30 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 def config_of(entry: str, options: dict[str, Any]) -> transformers.PreTrainedConfig:
     """The tiny configuration that the entry's class takes; it may be a part of the entry's own configuration."""
-    config = _tiny(CONFIG_MAPPING[entry], OVERRIDES.get(entry, {}) | options)
+    name = entry.removesuffix(_MASKED)
+    config = _tiny(CONFIG_MAPPING[name], OVERRIDES.get(name, {}) | options, is_masked(entry))
     wanted = class_of(entry).config_class
     parts = [getattr(config, name) for name in config.sub_configs]
     return config if type(config) is wanted else next((part for part in parts if type(part) is wanted), config)
+
+
+def is_masked(entry: str) -> bool:
+    """Whether it is a masked language model."""
+    return entry.endswith(_MASKED)
 
 
 def class_of(entry: str) -> Any:
     return getattr(transformers, CLASSES[entry])
 
 
-def _tiny(kind: type[transformers.PreTrainedConfig], options: dict[str, Any]) -> transformers.PreTrainedConfig:
+def _tiny(
+    kind: type[transformers.PreTrainedConfig], options: dict[str, Any], masked: bool
+) -> transformers.PreTrainedConfig:
     fields = {f.name: None if f.default is dataclasses.MISSING else f.default for f in dataclasses.fields(kind)}
     values: dict[str, Any] = {}
     for name, default in fields.items():
         if name in SIZES and not (default is None and name in OPTIONAL):
-            values[name] = SIZES[name]
+            values[name] = not masked if name == "is_decoder" else SIZES[name]
         elif isinstance(default, float | int) and any(part in name for part in DROPOUTS):
             values[name] = type(default)(0)
     # Latent attention has as many key/value heads as query heads.
@@ -195,7 +215,7 @@ def _tiny(kind: type[transformers.PreTrainedConfig], options: dict[str, Any]) ->
         if part is transformers.AutoConfig:
             model_type = of_part.pop("model_type", None)
             part = CONFIG_MAPPING[model_type] if model_type else type(getattr(kind(), name))
-        values[name] = _tiny(part, of_part)
+        values[name] = _tiny(part, of_part, masked)
     return kind(**values)
 
 

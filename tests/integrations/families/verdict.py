@@ -71,7 +71,7 @@ def judge(case: Case) -> Verdict:
         return Verdict("refused", str(error))
     refused = None
     try:
-        plans = case.plans(models[0].config)
+        plans = case.plans(models[0])
     except distca.InvalidArgumentError as error:
         refused = Verdict("refused", str(error))
         plans = plans_by_hand(case)
@@ -83,7 +83,8 @@ def judge(case: Case) -> Verdict:
         return Verdict("fails", f"{refused.sentence}: but with plans by hand {found}")
     others = [usual, Way(by_keyword=False), dataclasses.replace(usual, with_positions=False)]
     if "labels" in inspect.signature(models[0].forward).parameters and case.entry not in _UNSHIFTED:
-        others += [dataclasses.replace(usual, labels=names) for names in (("labels",), ("labels", "shift_labels"))]
+        ways = (("labels",), ("labels", "shift_labels"))
+        others += [dataclasses.replace(usual, labels=names) for names in ways[: 1 if case.masked else 2]]
     for way in others if found.kind != "fails" else []:
         other = _judged(case, models, plans, way, expected)
         if other.kind == "fails":
@@ -127,7 +128,8 @@ def _on_two_ranks(case: Case, models: Sequence[torch.nn.Module], plans: distca.P
     tokens = torch.cat([document.tokens for document in documents()])
     targets = torch.cat([document.targets for document in documents()])
     # As transformers' collator makes them: the model shifts them by a row, and no row's target is another document's.
-    labels = torch.cat([torch.cat([torch.tensor([NO_TARGET]), document.tokens[1:]]) for document in documents()])
+    shifted = torch.cat([torch.cat([torch.tensor([NO_TARGET]), document.tokens[1:]]) for document in documents()])
+    labels = targets if case.masked else shifted
 
     def forward(rank: int, context: distca.Context) -> Any:
         rows = case.rows(rank)

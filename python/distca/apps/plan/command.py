@@ -64,7 +64,10 @@ def add_command(commands: Any) -> None:
         help="causal: a row sees the rows before it and itself; full: it sees its whole document (default: causal)",
     )
     model.add_argument(
-        "--window", type=int, help="sliding window: how many keys a row sees, its own included (default: no window)"
+        "--window",
+        type=int,
+        help="sliding window: a row sees itself, the WINDOW - 1 rows before it and, with --mask full, the WINDOW - 1 "
+        "rows after it (default: no window)",
     )
     planner = command.add_argument_group("the planner")
     planner.add_argument(

@@ -80,8 +80,13 @@ def check_plans(model: PreTrainedModel, config: TrainConfig) -> None:
 
     Raises:
         InvalidArgumentError: they cannot, wherever documents lie.
-        ConfigError: they can where documents are whole, and ``--homes`` cuts them.
+        ConfigError: they can where documents are whole, and ``--homes`` cuts them. Or a row of the model sees the next
+            one, which it should predict.
     """
+    if hf.mask_of(model) == "full":
+        raise ConfigError(
+            f"--model is {config.model}, whose rows see those after them; distca train makes a row predict the next one"
+        )
     ranks = config.data_ranks * config.pipeline
     hf.check_model(model, ranks, Layout.from_documents([[1]] * ranks))  # any layout without a cut
     if config.data_ranks > 1 and config.homes != "whole":

@@ -73,7 +73,7 @@ class Case:
     def _visible(self, document: int, first: int, length: int) -> torch.Tensor:
         row, key = torch.arange(first, first + length)[:, None], torch.arange(first + length)[None, :]
         if self.mask == "full":
-            return torch.ones(length, first + length, dtype=torch.bool)
+            return (row - key).abs() < (self.window or first + length)
         seen = key <= row
         for begin, end in dict(self.bidirectional).get(document, ()):
             seen |= (begin <= row) & (row < end) & (begin <= key) & (key < end)
@@ -189,6 +189,7 @@ def all_features(heads: Heads) -> list[Case]:
         Case("documents", heads),
         Case("window", heads, window=100),
         Case("full mask", heads, mask="full"),
+        Case("full mask with a window", heads, mask="full", window=70),
         Case("rows that see each other", heads, bidirectional=images),
         Case("the same, with a window", heads, window=90, bidirectional=images),
         Case("shared prompts", heads, branches=tuple((d, ((of, 0, LENGTHS[of]),)) for d, of in answers)),
