@@ -151,10 +151,11 @@ def test_models_that_make_one_result_of_a_row_are_refused_where_it_is_not_one_do
         _call(model, plans)
 
 
-def test_a_batch_is_planned_with_the_models_mask_whole_or_in_halves() -> None:
-    expected = _alone(_modernbert("eager"))
+@pytest.mark.parametrize("name", ["modernbert, masked", "roberta, masked"])
+def test_a_batch_is_planned_with_the_models_mask_and_positions_whole_or_in_halves(name: str) -> None:
+    expected = _alone(CASES[name].model("eager").eval())
     batch = {"input_ids": IDS, "position_ids": LAYOUT.position_ids(0)[None]}
-    for model in (_modernbert(), hf.ping_pong(_modernbert())):
+    for model in (CASES[name].model("distca").eval(), hf.ping_pong(CASES[name].model("distca").eval())):
         heads = hf.heads_of(model.config, torch.float32)
         with distca.init(max_tokens=64, heads=heads), torch.no_grad():
             logits = model(**hf.plan_inputs(batch, model)).logits[0]

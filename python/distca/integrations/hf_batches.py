@@ -12,7 +12,7 @@ import torch.distributed as dist
 from distca.errors import InvalidArgumentError
 from distca.heads import Heads
 from distca.integrations.hf_bidirectional import bidirectional_rows, in_sliding_layers_alone
-from distca.integrations.hf_models import differ_in_heads, mask_of, refuse, windows_of
+from distca.integrations.hf_models import differ_in_heads, examine, mask_of, refuse, windows_of
 from distca.integrations.hf_ping_pong import InHalves, plan_halves
 from distca.planner.exchange import gathered_lengths
 from distca.planner.planning import plans
@@ -59,7 +59,8 @@ def plan_inputs(
         plan_options: further arguments of `distca.plan`: tolerance, min_rows, retain_bytes.
 
     Returns:
-        `inputs`, with `plan` and `distca_context` for the model's forward.
+        `inputs`, with `plan` and `distca_context` for the model's forward. Its position_ids are counted from where the
+        model begins to count (RoBERTa).
 
     Raises:
         InvalidArgumentError: on all ranks, if one rank's batch is packed in another way; there is no such context, or
@@ -90,7 +91,8 @@ def plan_inputs(
     if in_sliding_layers_alone(model.config):
         options["bidirectional_windows"] = [window for window in windows if window is not None]
     made = make(layout, context.layer_heads, windows=windows, **options)
-    return {**inputs, "plan": made, "distca_context": distca_context}
+    positions = inputs["position_ids"] + examine(base).first_position
+    return {**inputs, "position_ids": positions, "plan": made, "distca_context": distca_context}
 
 
 #: How a rank's numbers become a layout; what it tells is found by `_told`.

@@ -34,7 +34,11 @@ _run: ContextVar[set[torch.nn.Module] | None] = ContextVar("distca.recurrent", d
 
 
 def looks_along_rows(module: torch.nn.Module) -> bool:
-    """Whether the module is a convolution, a recurrence, or a padding in front, which is a shift of rows."""
+    """Whether the module is a convolution, a recurrence, a padding in front, which is a shift of rows, or RoPE that
+    counts rows (ESM's before transformers 5.6).
+    """
+    if hasattr(module, "_update_cos_sin_tables"):
+        return True
     if isinstance(module, torch.nn.Conv1d):
         return module.kernel_size != (1,)
     return isinstance(module, torch.nn.RNNBase | torch.nn.ZeroPad2d | torch.nn.ZeroPad1d | torch.nn.ConstantPad1d)
