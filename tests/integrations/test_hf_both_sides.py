@@ -92,6 +92,13 @@ def test_plans_of_another_mask_are_refused(options: dict[str, Any], said: str, c
         _call(model, plans, distca_context=context)
 
 
+def test_a_graph_cannot_see_into_a_mask_of_the_models_own() -> None:
+    torch._dynamo.reset()
+    model = CASES["gemma3_text, both sides"].model("distca").eval()
+    with pytest.raises(Exception, match="a mask of its own .* call it without torch.compile"):
+        _call(torch.compile(model, backend="eager"), _plans(model), use_cache=False)
+
+
 def test_a_causal_model_refuses_full_plans_also_by_window() -> None:
     model = CASES["mistral"].model("distca").eval()
     plans = _plans(model, mask="full")

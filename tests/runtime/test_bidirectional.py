@@ -57,6 +57,18 @@ def test_a_range_of_a_whole_document_has_the_bits_of_the_full_mask_and_ranges_of
             assert torch.equal(a, b), (mask, name)
 
 
+@pytest.mark.parametrize("window", [None, 40])
+@DTYPES
+def test_under_the_full_mask_ranges_say_nothing(dtype: torch.dtype, window: int | None) -> None:
+    shape = distca.Heads(4, 2, 24, 40, dtype=dtype)
+    batch, layout = random_batch(LENGTHS, shape, 57), scattered(LENGTHS, 3, 57)
+    ranges = layout.with_bidirectional(random_ranges(LENGTHS, 57))
+    assert ranges.bidirectional
+    found = [compute(batch, distca.plan(of, shape, mask="full", window=window)) for of in (layout, ranges)]
+    for name, a, b in zip(NAMES, *found, strict=True):
+        assert torch.equal(a, b), name
+
+
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @DTYPES
 def test_what_a_row_may_not_see_does_not_touch_it(dtype: torch.dtype, poison: float) -> None:

@@ -272,6 +272,8 @@ def _checked_plan(
     kwargs: dict[str, Any],
 ) -> Plan | PlanSource:
     """The layer's plan, or what finds it. Raises InvalidArgumentError if it lacks what the layer asks for."""
+    objection = attention_mask.objection() if isinstance(attention_mask, DeferredMask) else None
+    refuse(objection is not None, str(objection))
     is_full = isinstance(attention_mask, DeferredMask) and attention_mask.is_full
     found = _plan_of_layer(plan, _window_of(module, attention_mask, kwargs), "full" if is_full else "causal")
     compared = (
@@ -292,7 +294,10 @@ def _checked_plan(
         "logits_to_keep, or give the rows whose logits you want as a tensor",
     )
     _check_call(query, key, found, dropout, kwargs)
-    _check_mask(attention_mask)
+    refuse(
+        attention_mask is not None and not isinstance(attention_mask, DeferredMask),
+        "attention_mask is a ready-made mask: pass none, the plan separates the documents",
+    )
     refuse(
         torch.compiler.is_compiling() and found.has_bidirectional and makes_blocks(module),
         "the plan's layout has rows that see those after them; whether the model asks for the same ones a graph cannot "
@@ -337,17 +342,6 @@ def _check_call(query: torch.Tensor, key: torch.Tensor, plan: Plan, dropout: flo
         "(attn_pdrop in GPT-2's, attention_probs_dropout_prob in BERT's)",
     )
     refuse(kwargs.get("position_bias") is not None, "a position bias is not supported yet")
-
-
-def _check_mask(mask: DeferredMask | torch.Tensor | None) -> None:
-    if isinstance(mask, DeferredMask):
-        objection = mask.objection()
-        refuse(objection is not None, str(objection))
-    else:
-        refuse(
-            mask is not None,
-            "attention_mask is a ready-made mask: pass none, the plan separates the documents",
-        )
 
 
 AttentionInterface.register(NAME, distca_attention)

@@ -110,7 +110,7 @@ class DeferredMask:
         own = "the model lays a mask of its own (or_mask_function or and_mask_function) over the causal one"
         if torch.compiler.is_compiling():
             if self._request.get("use_vmap"):
-                return own
+                return f"{own}, which a graph cannot see into: call it without torch.compile"
             # A graph cannot ask for values. Without vmap, transformers adds nothing but blocks to the causal mask.
             if self._is_union():
                 return (
