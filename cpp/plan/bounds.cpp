@@ -132,8 +132,11 @@ class BorderBound {
 /// Whether rows under a window see those after them. Rows that come later may see fewer keys.
 bool rows_may_cost_less_than_earlier_ones(const Layout& layout, const PlanOptions& options) {
   for (int64_t i = 0; i < layout.num_documents(); ++i) {
-    const DocumentMask mask = options.document(layout, i).mask;
-    if (mask.mask.window > 0 && (mask.mask.is_full() || !mask.bidirectional.empty())) return true;
+    const Document document = options.document(layout, i);
+    const auto& [mask, bidirectional] = document.mask;
+    if (mask.is_full() ? mask.window > 0 && mask.window < document.length
+                       : mask.window > 0 && !bidirectional.empty())
+      return true;
   }
   return false;
 }

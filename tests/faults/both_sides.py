@@ -57,8 +57,8 @@ FAULTS = [
     Fault(
         "both sides: bytes have the bound of rows that cost more the later they are",
         "cpp/plan/bounds.cpp",
-        "(mask.mask.is_full() || !mask.bidirectional.empty())",
-        "!mask.bidirectional.empty()",
+        "mask.is_full() ? mask.window > 0 && mask.window < document.length",
+        "mask.is_full() ? false",
         ("tests/plan/test_scheduler.py",),
     ),
     Fault(

@@ -12,7 +12,7 @@ from families.cases import CASES
 from transformers.masking_utils import and_masks, bidirectional_mask_function
 
 import distca
-from distca.integrations import hf
+from distca.integrations import hf, hf_models
 from support.groups import loopback_group, on_all_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -183,3 +183,90 @@ def test_activation_checkpointing_changes_nothing(reentrant: bool) -> None:
     assert len(grads[0]) == len(grads[1]) > 10
     for one, other in zip(*grads, strict=True):
         assert torch.equal(one, other)
+
+
+# ---- losses and results of whole documents
+
+
+@pytest.mark.parametrize("name", ["modernbert, masked", "eurobert, masked", "esmc, masked"])
+def test_the_loss_of_halves_counts_the_first_rows_of_documents(name: str) -> None:
+    if name not in CASES:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    labels = IDS.roll(3).masked_fill(IDS % 4 > 1, -100)
+    labels[:, [0, 30, 37]] = 3
+    plain, halved = (CASES[name].model("distca").train() for _ in range(2))
+    plans, windows = _plans(plain), hf.windows_of(plain.config)
+    halves = hf.plan_halves(LAYOUT, hf.heads_of(plain.config, torch.float32), windows=windows, mask="full")
+    call = {"input_ids": IDS, "position_ids": LAYOUT.position_ids(0)[None], "labels": labels}
+    with loopback_group([*plans.values(), *(plan for half in halves.plans for plan in half.values())]) as [context]:
+        expected = plain(**call, plan=plans, distca_context=context).loss.item()
+        found = hf.ping_pong(halved)(**call, plan=halves, distca_context=context).loss.item()
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["DistilBertForMaskedLM", "ElectraForPreTraining"])
+def test_a_loss_that_a_module_of_the_model_computes_is_its_own(name: str) -> None:
+    assert hf_models.has_own_loss(_tiny(name))
+
+
+def _tiny(name: str, **options: Any) -> Any:
+    kind = getattr(transformers, name)
+    return kind._from_config(kind.config_class(**SIZES), attn_implementation="distca", **options).eval()
+
+
+class _Classifier(transformers.BertForSequenceClassification):
+    """A model of the user's own."""
+
+
+ONE_RESULT = {
+    "a pooler": (lambda: _tiny("BertModel"), {}, "BertModel returns pooler_output"),
+    "a class derived from one": (
+        lambda: _Classifier._from_config(transformers.BertConfig(**SIZES), attn_implementation="distca").eval(),
+        {},
+        "_Classifier makes one result of all rows of rank 0",
+    ),
+    "a softmax over rows": (
+        lambda: _tiny("BertForQuestionAnswering"),
+        {"start_positions": torch.tensor([3]), "end_positions": torch.tensor([5])},
+        "a softmax over all rows of a rank",
+    ),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("what", ONE_RESULT)
+def test_one_result_of_a_rank_is_refused_where_it_has_more_than_a_document(what: str, compiled: bool) -> None:
+    torch._dynamo.reset()
+    make, inputs, said = ONE_RESULT[what]
+    model = make()
+    called = torch.compile(model, backend="eager") if compiled else model
+    plans = _plans(model)
+    with loopback_group(list(plans.values())) as [context], pytest.raises(Exception, match=said):
+        _call(called, plans, distca_context=context, **inputs)
+
+
+def test_one_whole_document_has_one_result_also_in_two_segments() -> None:
+    layout = distca.Layout([[(0, 0, 10), (0, 10, 48)]])
+    for name in ("BertModel", "BertForSequenceClassification"):
+        model = _tiny(name)
+        plans = _plans(model, layout)
+        with loopback_group(list(plans.values())) as [context], torch.no_grad():
+            found = model(IDS, position_ids=layout.position_ids(0)[None], plan=plans, distca_context=context)
+            model.set_attn_implementation("eager")
+            expected = model(IDS)
+        for ours, theirs in zip(found.to_tuple(), expected.to_tuple(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mobilebert, masked", "esm, scaled by masks"])
+def test_what_looks_along_rows_outside_of_modules_is_refused_in_graphs_too(name: str) -> None:
+    torch._dynamo.reset()
+    model = CASES[name].model("distca").eval()
+    plans = _plans(model)
+    with loopback_group(list(plans.values())) as [context], pytest.raises(Exception, match="over the borders"):
+        _call(torch.compile(model, backend="eager"), plans, distca_context=context)
+
+
+def test_a_text_model_beside_images_is_causal_though_its_layers_say_otherwise() -> None:
+    model = _tiny("CLIPTextModel")
+    assert hf.mask_of(model) == "causal"

@@ -189,7 +189,8 @@ def _plan_of_layer(plan: Plan | Plans | PlanSource, window: Window, mask: str) -
     refuse(
         found.has_documents and found.mask != mask,
         f"the plan's mask is {found.mask}, and this layer asks for the {mask} mask: give distca.plan, or distca.plans, "
-        f"mask={mask!r} (hf.mask_of knows it of most models)" + (f". {_ENCODER_BESIDE}" if mask == "full" else ""),
+        f"mask={mask!r} (hf.mask_of knows it of most models), or PipelinePlans scores with it"
+        + (f". {_ENCODER_BESIDE}" if mask == "full" else ""),
     )
     return found
 

@@ -37,6 +37,7 @@ from distca.integrations.hf_models import (
     has_labels_of_rows,
     has_own_loss,
     num_attention_calls,
+    rank_of_several_documents,
     refuse,
     takes_plans,
 )
@@ -145,6 +146,7 @@ def with_plan(
     else:
         calls = forward.calls if found is None or isinstance(plan, PlanSource) else found.step - before
     _check_calls(model, calls)
+    _check_pooled(model, *here.rows, output)
     return output
 
 
@@ -185,6 +187,24 @@ def _check_calls(model: PreTrainedModel, calls: int) -> None:
         f"{type(model).__name__} has {layers} layers and calls attention {expected} times in a forward pass, but the "
         f"plan was used {calls} times: {why}",
     )
+
+
+def _check_pooled(model: PreTrainedModel, layout: Layout, rank: int, output: Any) -> None:
+    """Refuses results of all rows of a rank, such as those of a pooler, where these are not one whole document."""
+    results = output.items() if isinstance(output, Mapping) else enumerate(output) if isinstance(output, tuple) else ()
+    pooled = next((str(name) for name, value in results if _is_pooled(str(name), value, layout.num_rows(rank))), None)
+    refuse(
+        pooled is not None and rank_of_several_documents(layout) is not None,
+        f"{type(model).__name__} returns {pooled}, one result of all rows of a rank, which are not one whole document: "
+        "make the model without it (BERT and others: add_pooling_layer=False), and pool the rows of each document "
+        "yourself",
+    )
+
+
+def _is_pooled(name: str, value: Any, num_rows: int) -> bool:
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or "hidden_states" in name:
+        return False
+    return name == "pooler_output" or (value.dim() in (1, 2) and value.shape != (1, num_rows))
 
 
 def _check_axes(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
@@ -275,6 +295,12 @@ def check_loss(model: PreTrainedModel, layout: Layout, arguments: Mapping[str, A
             "in the next row: pass shift_labels=, the labels shifted before documents are cut, beside labels=, or "
             "compute the loss from the logits",
         )
+    refuse(
+        any(arguments.get(name) is not None for name in ("start_positions", "end_positions"))
+        and rank_of_several_documents(layout) is not None,
+        "start_positions and end_positions ask for a softmax over all rows of a rank, which are not one whole "
+        "document: leave them out, and compute the loss of each document from the logits",
+    )
     text = model.config.get_text_config()
     refuse(
         arguments.get("labels") is not None
@@ -342,11 +368,12 @@ _implementation_of: Any = PreTrainedModel.get_correct_attn_implementation
 def _call(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """Replaces `PreTrainedModel.__call__`."""
     if torch.compiler.is_compiling():
-        if kwargs.get("plan") is not None and not self.__dict__.get(_IN_GRAPHS, False):
+        pools = getattr(self, "pooler", None) is not None
+        if kwargs.get("plan") is not None and (pools or not self.__dict__.get(_IN_GRAPHS, False)):
             # In one graph this is an error. Otherwise torch.compile runs this very call without a graph.
             raise InvalidArgumentError(
                 "the model needs its plan outside of graphs (RoPE of the types dynamic and longrope, layers that no "
-                "keyword reaches), or is refused there: torch.compile(..., fullgraph=False)"
+                "keyword reaches, results of whole documents), or is refused there: torch.compile(..., fullgraph=False)"
             )
         if kwargs.get("plan") is None and _IN_GRAPHS in self.__dict__ and may_be_open():
             raise InvalidArgumentError(
@@ -392,7 +419,7 @@ def _correct_implementation(self: PreTrainedModel, requested: str | None, *args:
     if requested == NAME:
         in_graphs = not (
             depends_on_longest(_rope_types(self))
-            or goes_another_way(self.config)
+            or goes_another_way(self)
             or "position_ids" not in _parameters(type(self).forward)[0]
         )
         for part in self.modules():  # there are others if the model is not just being made

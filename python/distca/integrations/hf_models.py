@@ -24,7 +24,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from distca.errors import InvalidArgumentError
 from distca.heads import Heads, LayerHeads
-from distca.integrations.hf_recurrent import cut_document, is_recurrent, looks_along_rows, run_by_document
+from distca.integrations.hf_recurrent import (
+    cut_document,
+    is_recurrent,
+    looks_along_rows,
+    run_by_document,
+    whole_pieces,
+)
 from distca.integrations.hf_rope import watch
 from distca.planner.layout import PADDING, Chunk, Layout, Window
 
@@ -71,13 +77,16 @@ _NO_WINDOW = ("moshi",)
 _TO_FAR_END = ("embedding_gemma2_text", "modernbert", "neomme", "openai_privacy_filter", "ultrabert")
 
 #: Where a model's forward computes a loss. All but transformers' own function know no shift_labels.
-_LOSSES = re.compile(r"\b(?:loss_function|CrossEntropyLoss|cross_entropy)\(")
+_LOSSES = re.compile(r"\b(?:loss_function|\w*loss_fct|\w*loss_fn|\w*Loss|cross_entropy)\(")
 
 #: How the classes of models end that make one result of a whole row of the batch.
-_POOLING = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
+_POOLING = (
+    *("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction", "DoubleHeadsModel"),
+    *("NeoMMEForRetrieval", "SplinterForQuestionAnswering"),
+)
 
 #: How the classes of models end whose labels are of the rows themselves, not of the rows after them.
-_LABELS_OF_ROWS = ("ForMaskedLM", "ForTokenClassification")
+_LABELS_OF_ROWS = ("ForMaskedLM", "ForTokenClassification", "ElectraForPreTraining")
 
 #: How often each attention layer calls attention; once in models that are not listed.
 _CALLS_PER_LAYER = {"diffllama": 2}
@@ -188,22 +197,35 @@ def check_model(model: PreTrainedModel, num_ranks: int, layout: Layout | None = 
 
 def _check_pooling(model: PreTrainedModel, layout: Layout) -> None:
     """Refuses models that make one result of a whole row of the batch, where that is not one document."""
-    if not type(model).__name__.endswith(_POOLING) and not _labels_documents(type(model).forward):
-        return
+    rank = rank_of_several_documents(layout) if _pools(type(model)) else None
+    refuse(
+        rank is not None,
+        f"{type(model).__name__} makes one result of all rows of rank {rank}, which are not one whole document: take "
+        "the result of the model inside, and pool the rows of each document yourself",
+    )
+
+
+def rank_of_several_documents(layout: Layout) -> int | None:
+    """The first rank whose rows are not those of one whole document; None if there is none."""
+    cut = cut_document(layout) is not None or bool(layout.branches)
     for rank in range(layout.num_ranks):
-        documents = [document for document, _, _ in layout.segments(rank)]
-        one = len(documents) == 1 and documents[0] != PADDING
-        refuse(
-            not one or cut_document(layout) is not None or bool(layout.branches),
-            f"{type(model).__name__} makes one result of all rows of rank {rank}, which are not one whole document: "
-            "take the result of the model inside, and pool the rows of each document yourself",
-        )
+        pieces = whole_pieces(layout, rank)
+        if cut or len(pieces) != 1 or pieces[0][0] == PADDING:
+            return rank
+    return None
 
 
-@functools.cache
-def _labels_documents(forward: Callable[..., Any]) -> bool:
-    """Whether a forward takes labels of whole documents beside those of rows, as BERT's pretraining does."""
-    return not {"next_sentence_label", "sentence_order_label"}.isdisjoint(inspect.signature(forward).parameters)
+def _pools(kind: type[PreTrainedModel]) -> bool:
+    """Whether a model of this class makes one result of a whole row of the batch. Some take labels of whole documents
+    beside those of rows, as in BERT's pretraining.
+    """
+    of_documents = {"next_sentence_label", "sentence_order_label"} & {*inspect.signature(kind.forward).parameters}
+    return _is_one_of(kind, _POOLING) or bool(of_documents)
+
+
+def _is_one_of(kind: type, endings: tuple[str, ...]) -> bool:
+    """Whether the name of the class, or of one that it is derived from, ends so."""
+    return any(base.__name__.endswith(endings) for base in kind.__mro__)
 
 
 def _check_peft(model: PreTrainedModel) -> None:
@@ -278,7 +300,7 @@ def _gathered_by(module: torch.nn.Module) -> tuple[str | None, str]:
 
 def has_labels_of_rows(model: PreTrainedModel) -> bool:
     """Whether a row's label is its own target, so that a model shifts no labels."""
-    return type(model).__name__.endswith(_LABELS_OF_ROWS)
+    return _is_one_of(type(model), _LABELS_OF_ROWS)
 
 
 def has_own_loss(model: PreTrainedModel) -> bool:
@@ -322,15 +344,17 @@ def num_attention_calls(config: PreTrainedConfig) -> int:
     return (config.num_hidden_layers - without + again) * _CALLS_PER_LAYER.get(config.model_type, 1)
 
 
-def goes_another_way(config: PreTrainedConfig) -> bool:
-    """Whether a plan as a keyword is known not to be enough: the layers do not get it, or the model is refused."""
-    config = config.get_text_config()
+def goes_another_way(model: PreTrainedModel) -> bool:
+    """Whether a plan as a keyword is known not to be enough: the layers do not get it, or the model may be refused."""
+    if _pools(type(model)) or _is_one_of(type(model), ("ForQuestionAnswering",)):
+        return True
+    config: Any = model.config.get_text_config()
     plain = ("full_attention", "attention", "sliding_attention", "chunked_attention")
     kinds = _kinds(config)
     return (
         config.model_type in (*_DROPS_KEYWORDS, *_BYPASSES, *_REFUSED)
         or any(kind not in plain for kind in kinds)
-        or bool(getattr(config, "attn_temperature_tuning", False))
+        or any(getattr(config, option, False) for option in ("attn_temperature_tuning", *_ALONG_ROWS))
     )
 
 
@@ -491,5 +515,11 @@ def mask_of(model: PreTrainedModel) -> str:
         return "full"
     if hasattr(config, "use_bidirectional_attention"):  # PaliGemma's says so of its prefixes
         return "full" if config.model_type == "gemma3_text" and config.use_bidirectional_attention else "causal"
-    says = {bool(m.is_causal) for _, m in _own_modules(model) if hasattr(m, "is_causal")}
+    says = {bool(m.is_causal) for _, m in _own_modules(model) if hasattr(m, "is_causal") and _makes_full_masks(m)}
     return "full" if says == {False} else "causal"
+
+
+def _makes_full_masks(layer: torch.nn.Module) -> bool:
+    """Whether the file of a layer makes full masks. CLIP's layers say that they are not causal, and get causal ones."""
+    files = (vars(sys.modules[kind.__module__]) for kind in type(layer).__mro__)
+    return any(f"create_bidirectional_{mask}" in file for file in files for mask in ("mask", "sliding_window_mask"))

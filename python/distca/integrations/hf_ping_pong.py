@@ -19,7 +19,7 @@ from distca.current import Current
 from distca.errors import InvalidArgumentError
 from distca.heads import LayerHeads
 from distca.integrations.hf_forward import with_plan
-from distca.integrations.hf_models import has_own_loss, refuse
+from distca.integrations.hf_models import has_labels_of_rows, has_own_loss, refuse
 from distca.pingpong.ping_pong import greenlet_module, prepare, refuse_compiled, run_halves
 from distca.planner.halves import Half, halves, join_halves
 from distca.planner.layout import Layout, Window
@@ -77,12 +77,12 @@ class InHalves:
 
 
 def ping_pong(model: Model) -> Model:
-    """Makes a causal language model run in halves whenever its forward is given ``plan=plan_halves(...)``.
+    """Makes a language model run in halves whenever its forward is given ``plan=plan_halves(...)``.
 
     Tensors ``[1, T, ...]`` among its arguments are the rank's whole packed row. Labels are those of
-    DataCollatorWithFlattening: a document's first label is -100. The loss is that of the whole row. A model in training
-    that is given labels returns no logits. DDP and FSDP2 go around the model. torch.compile is refused. Other forward
-    passes of the model are as before.
+    DataCollatorWithFlattening: in a causal model a document's first label is -100. The loss is that of the whole row. A
+    model in training that is given labels returns no logits. DDP and FSDP2 go around the model. torch.compile is
+    refused. Other forward passes of the model are as before.
 
     Returns:
         The same model, whose class has a new forward.
@@ -116,7 +116,7 @@ def _forward_of(kind: type[torch.nn.Module]) -> Any:
         if not self.__dict__.get("_distca_prepared"):
             prepare(self)
             self.__dict__["_distca_prepared"] = True
-        first, second = _calls(plan, kwargs)
+        first, second = _calls(plan, kwargs, has_labels_of_rows(self))
         outputs = run_halves(functools.partial(_run_half, self, functools.partial(whole, self)), first, second)
         return _joined(plan, outputs, with_logits=not (self.training and kwargs.get("labels") is not None))
 
@@ -127,7 +127,7 @@ def _run_half(model: Any, run: Any, *, plan: Plans, distca_context: Any = "defau
     return with_plan(model, run, (), kwargs, Current(plan, distca_context))
 
 
-def _calls(plan: HalvedPlans, kwargs: dict[str, Any]) -> list[dict[str, Any]]:
+def _calls(plan: HalvedPlans, kwargs: dict[str, Any], labels_of_rows: bool) -> list[dict[str, Any]]:
     """The arguments of the model for each half."""
     num_rows = plan.layout.num_rows(plan.rank)
     calls = []
@@ -142,15 +142,17 @@ def _calls(plan: HalvedPlans, kwargs: dict[str, Any]) -> list[dict[str, Any]]:
         calls.append(call)
     if kwargs.get("labels") is not None and kwargs.get("num_items_in_batch") is None:
         # The losses of both halves, divided by the targets of both, add up to the loss of the whole row.
-        targets = sum(int((_targets(call) != _NO_TARGET).sum()) for call in calls)
+        targets = sum(int((_targets(call, labels_of_rows) != _NO_TARGET).sum()) for call in calls)
         for call in calls:
             call["num_items_in_batch"] = max(targets, 1)
     return calls
 
 
-def _targets(call: dict[str, Any]) -> torch.Tensor:
+def _targets(call: dict[str, Any], labels_of_rows: bool) -> torch.Tensor:
     shifted = call.get("shift_labels")
-    return call["labels"][:, 1:] if shifted is None else shifted
+    if shifted is not None:
+        return shifted
+    return call["labels"] if labels_of_rows else call["labels"][:, 1:]
 
 
 def _joined(plan: HalvedPlans, outputs: tuple[Any, Any], *, with_logits: bool) -> Any:
@@ -159,6 +161,10 @@ def _joined(plan: HalvedPlans, outputs: tuple[Any, Any], *, with_logits: bool) -
             "ping-pong: the model adds a loss of its routers, which is not a sum over rows: set "
             "output_router_logits=False in its config"
         )
+    refuse(
+        with_logits and getattr(outputs[0], "logits", None) is None,
+        "ping-pong joins the logits of both halves, and the model returns none: call a model with a head",
+    )
     joined: dict[str, Any] = {}
     if outputs[0].loss is not None:
         joined["loss"] = outputs[0].loss + outputs[1].loss

@@ -97,8 +97,8 @@ def halves(layout: Layout, *, window: Window = None, idle_rows: int = 0, multipl
 
     Args:
         layout: the layout of the micro-batch.
-        window: how many keys a row sees, its own included; all keys of its document up to its own by default. With a
-            `distca.Chunk` it sees those of its chunk.
+        window: the layers' window; by default a row sees all of its document, or all up to itself. With a
+            `distca.Chunk` it sees those of its chunk. Rows that see both sides have about the same shares.
         idle_rows: rows of padding for a rank that has no row in a half, for models that cannot take an empty tensor.
         multiple_of: each rank's rows of a half are padded to a multiple of this number, for models that share them out.
 

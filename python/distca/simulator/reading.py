@@ -17,6 +17,25 @@ from distca.simulator.setup import Cluster, Collective, LinkClass, Model, Parall
 
 _T = TypeVar("_T")
 
+#: Models of transformers whose rows see those after them unless their configuration says is_decoder.
+_ENCODERS = (
+    *("albert", "bert", "big_bird", "camembert", "convbert", "data2vec-text", "deberta", "deberta-v2", "distilbert"),
+    *("electra", "ernie", "esm", "esmc", "eurobert", "fnet", "gte", "ibert", "jina_embeddings_v3", "layoutlm", "luke"),
+    *(
+        "longformer",
+        "megatron-bert",
+        "mobilebert",
+        "modernbert",
+        "mpnet",
+        "mra",
+        "neomme",
+        "nomic_bert",
+        "nystromformer",
+    ),
+    *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "squeezebert", "tapas", "ultrabert"),
+    *("xlm-roberta", "xlm-roberta-xl", "xmod", "yoso"),
+)
+
 
 def read_cluster(source: str | Path, ranks: int | None = None) -> Cluster:
     """Reads a cluster: a preset's name, or a file with a table for each of `Cluster`'s links and device.
@@ -106,10 +125,8 @@ def _not_modelled(content: Mapping[str, Any]) -> str | None:
     if content.get("is_causal") is False or content.get("use_bidirectional_attention") is True:
         name = "is_causal" if content.get("is_causal") is False else "use_bidirectional_attention"
         return said(name, "models whose rows see those after them")
-    if any(
-        str(kind).endswith(("ForMaskedLM", "ForTokenClassification")) for kind in content.get("architectures") or ()
-    ):
-        return said("architectures", "models whose rows see those after them")
+    if content.get("model_type") in _ENCODERS and not content.get("is_decoder"):
+        return said("model_type", "models whose rows see those after them")
     if content.get("true_hidden_size"):
         return said("true_hidden_size", "layers of several widths")
     for name in ("per_layer_config", "num_attention_heads_per_layer"):
