@@ -103,8 +103,8 @@ FAULTS = [
     Fault(
         "a classifier pools rows of several documents",
         "python/distca/integrations/hf_models.py",
-        "not one or cut_document(layout) is not None",
-        "False",
+        "if cut or len(pieces) != 1 or pieces[0][0] == PADDING:",
+        "if False:",
         (MODELS,),
     ),
     Fault(
