@@ -162,8 +162,8 @@ FAULTS = [
     Fault(
         "both sides: what a pooler returns is of all documents",
         "python/distca/integrations/hf_forward.py",
-        '    return name == "pooler_output" or (',
-        "    return False and (",
+        "        pooled is not None and rank_of_several_documents(layout) is not None,",
+        "        False,",
         (MODELS,),
     ),
     Fault(

@@ -220,6 +220,11 @@ class _Classifier(transformers.BertForSequenceClassification):
 
 ONE_RESULT = {
     "a pooler": (lambda: _tiny("BertModel"), {}, "BertModel returns pooler_output"),
+    "a pooler, in a tuple": (
+        lambda: _tiny("BertModel"),
+        {"return_dict": False},
+        "BertModel returns a tuple with pooler_output",
+    ),
     "a class derived from one": (
         lambda: _Classifier._from_config(transformers.BertConfig(**SIZES), attn_implementation="distca").eval(),
         {},

@@ -185,7 +185,7 @@ def _name_of_layer(module: torch.nn.Module) -> str | None:
 
 def _plan_of_layer(plan: Plan | Plans | PlanSource, window: Window, mask: str) -> Plan:
     """The plan for a layer. transformers' window W lets row q see key k if q - k < W, and so does a plan's window."""
-    found = _plan_of_window(plan, window, mask)
+    found = _plan_of_window(plan, window)
     refuse(
         found.has_documents and found.mask != mask,
         f"the plan's mask is {found.mask}, and this layer asks for the {mask} mask: give distca.plan, or distca.plans, "
@@ -195,7 +195,7 @@ def _plan_of_layer(plan: Plan | Plans | PlanSource, window: Window, mask: str) -
     return found
 
 
-def _plan_of_window(plan: Plan | Plans | PlanSource, window: Window, mask: str) -> Plan:
+def _plan_of_window(plan: Plan | Plans | PlanSource, window: Window) -> Plan:
     if isinstance(plan, Plans):
         return plan.for_window(window)
     chunk, longest = None, 0

@@ -146,7 +146,7 @@ def with_plan(
     else:
         calls = forward.calls if found is None or isinstance(plan, PlanSource) else found.step - before
     _check_calls(model, calls)
-    _check_pooled(model, *here.rows, output)
+    _check_pooled(model, here.rows[0], output)
     return output
 
 
@@ -189,22 +189,18 @@ def _check_calls(model: PreTrainedModel, calls: int) -> None:
     )
 
 
-def _check_pooled(model: PreTrainedModel, layout: Layout, rank: int, output: Any) -> None:
-    """Refuses results of all rows of a rank, such as those of a pooler, where these are not one whole document."""
-    results = output.items() if isinstance(output, Mapping) else enumerate(output) if isinstance(output, tuple) else ()
-    pooled = next((str(name) for name, value in results if _is_pooled(str(name), value, layout.num_rows(rank))), None)
+def _check_pooled(model: PreTrainedModel, layout: Layout, output: Any) -> None:
+    """Refuses a pooler's result of all rows of a rank where these are not one whole document."""
+    if isinstance(output, Mapping):
+        pooled = next((name for name in ("pooler_output", "text_embeds") if output.get(name) is not None), None)
+    else:
+        pooled = "a tuple with pooler_output" if getattr(model, "pooler", None) is not None else None
     refuse(
         pooled is not None and rank_of_several_documents(layout) is not None,
         f"{type(model).__name__} returns {pooled}, one result of all rows of a rank, which are not one whole document: "
         "make the model without it (BERT and others: add_pooling_layer=False), and pool the rows of each document "
         "yourself",
     )
-
-
-def _is_pooled(name: str, value: Any, num_rows: int) -> bool:
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or "hidden_states" in name:
-        return False
-    return name == "pooler_output" or (value.dim() in (1, 2) and value.shape != (1, num_rows))
 
 
 def _check_axes(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:

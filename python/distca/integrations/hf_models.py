@@ -441,8 +441,8 @@ def _heads_of_layer(config: Any, layer: int) -> tuple[int, int, int, int]:
         kv = q
     if kind == "mimo_v2_flash" and config.layer_types[layer] == "sliding_attention":
         kv *= 2
-    width = getattr(config, "true_hidden_size", None) or config.hidden_size  # MobileBERT's layers are narrower
-    dim = getattr(config, "head_dim", None) or width // q
+    width = "true_hidden_size" if hasattr(config, "true_hidden_size") else "hidden_size"  # MobileBERT's are narrower
+    dim = getattr(config, "head_dim", None) or getattr(config, width) // q
     wide = getattr(config, "global_head_dim", None)  # Gemma 4 before transformers 5.15
     if wide is not None and config.layer_types[layer] == "full_attention":
         dim, kv = wide, (config.attention_k_eq_v and config.num_global_key_value_heads) or kv
