@@ -48,8 +48,8 @@ HAS_TORCH := -c 'import re, sys; from importlib.metadata import distributions as
 NVCC := $(if $(filter 0,$(DISTCA_CUDA)),,$(shell command -v "$${CUDACXX:-nvcc}"))
 
 CPP_FILES = $(shell find cpp cuda tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
-# Folders too: a removed file changes its folder.
-SOURCES = CMakeLists.txt setup.py pyproject.toml $(shell find cpp cuda third_party)
+# Folders too: a removed file changes its folder. But Python's cache of cuda/ptxas.py changes nothing.
+SOURCES = CMakeLists.txt setup.py pyproject.toml $(shell find cpp cuda third_party -mindepth 1 -name __pycache__ -prune -o -print)
 
 GPU := $(if $(NVCC),$(shell nvidia-smi -L 2>/dev/null))
 # Whether builds in place have the CUDA code.

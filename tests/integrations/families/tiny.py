@@ -153,8 +153,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "helium": {"head_dim": 8, "num_key_value_heads": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "longcat_flash": {"head_dim": 8},
+    "luke": {"entity_vocab_size": 8, "entity_emb_size": 32},
     "mamba2": {"n_groups": 2},
     "nemotron_h": {"n_groups": 2},
+    "perceiver": {"d_latents": 32, "num_latents": 8, "num_self_attends_per_block": 1, "num_cross_attention_heads": 4}
+    | {"num_self_attention_heads": 4},
     "phi4_multimodal": {
         "audio_config": {"nemo_conv_channels": 8, "ext_pw_out_channel": 32, "depthwise_separable_out_channel": 32}
     },
