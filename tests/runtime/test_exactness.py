@@ -83,7 +83,7 @@ def test_every_head_shape_is_as_exact_as_pytorch_from_views_of_a_fused_projectio
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(
     ("mask", "window"),
-    [("causal", 1), ("causal", 17), ("causal", 64), ("causal", 100), ("full", None), ("full", 17), ("full", 100)],
+    [("causal", 1), ("causal", 17), ("causal", 64), ("causal", 100), ("full", None), ("full", 70)],
 )
 def test_windows_and_full_masks_are_as_exact_as_pytorch_and_the_same_bits_in_every_layout(
     mask: str, window: int | None, dtype: torch.dtype
@@ -123,7 +123,7 @@ def test_rows_exchanged_for_heads_give_the_bits_of_rows_at_home(ranks: int, head
     shape = distca.Heads(*HEADS[heads], dtype=dtype)
     lengths = (300, 65, 600, 1, 170)
     pool = ErrorPool(dtype)
-    for seed, mask, window in ((41, "causal", None), (42, "full", None), (43, "causal", 400), (44, "full", 350)):
+    for seed, mask, window in ((41, "causal", None), (42, "full", 350), (43, "causal", 400)):
         layout = distca.Layout.head_tail(lengths, ranks=ranks)
         plan = distca.plan(layout, shape, mask=mask, window=window, min_rows=1, overlap=seed == 42)
         assert 2 in plan.stats.head_parallel, "the rows of the longest document are exchanged"
