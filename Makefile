@@ -5,8 +5,8 @@
 #              TRL and Lightning, the examples, every feature of a run, kills and what is resumed
 # make processes  run the tests of processes that die, hang, are interrupted or lose their network: they wait for seconds
 # make fuzz    run the tests of the planner, and of changed plans, with 20 times as many random cases
-# make families  run every causal language model of transformers on two ranks, and train it by four processes that share
-#              it: exact, or refused with the reason
+# make families  run every causal and masked language model of transformers on two ranks, and train the causal ones by
+#              four processes that share them: exact, or refused with the reason
 # make titan     install torchtitan; run its models and its Trainer on CPU ranks: exact, or refused with the reason
 # make pipeline  run data, tensor and pipeline parallelism together in eight processes, in many forms, and with
 #              torch.distributed.pipelining: exact

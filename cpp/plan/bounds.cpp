@@ -134,8 +134,7 @@ bool rows_may_cost_less_than_earlier_ones(const Layout& layout, const PlanOption
   for (int64_t i = 0; i < layout.num_documents(); ++i) {
     const Document document = options.document(layout, i);
     const auto& [mask, bidirectional] = document.mask;
-    if (mask.is_full() ? mask.window > 0 && mask.window < document.length : mask.window > 0 && !bidirectional.empty())
-      return true;
+    if (mask.window > 0 && (mask.is_full() ? mask.window < document.length : !bidirectional.empty())) return true;
   }
   return false;
 }

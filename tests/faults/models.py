@@ -125,7 +125,7 @@ FAULTS = [
     Fault(
         "a plan is taken where the model has left rows out",
         "python/distca/integrations/hf.py",
-        "isinstance(attention_mask, DeferredMask) and attention_mask.is_part,",
+        "asked is not None and asked.is_part,",
         "False,",
         (CALLERS,),
     ),

@@ -273,13 +273,12 @@ def _checked_plan(
     kwargs: dict[str, Any],
 ) -> Plan | PlanSource:
     """The layer's plan, or what finds it. Raises InvalidArgumentError if it lacks what the layer asks for."""
-    objection = attention_mask.objection() if isinstance(attention_mask, DeferredMask) else None
+    asked = attention_mask if isinstance(attention_mask, DeferredMask) else None
+    objection = None if asked is None else asked.objection()
     refuse(objection is not None, str(objection))
-    is_full = isinstance(attention_mask, DeferredMask) and attention_mask.is_full
+    is_full = asked is not None and asked.is_full
     found = _plan_of_layer(plan, _window_of(module, attention_mask, kwargs), "full" if is_full else "causal")
-    compared = (
-        attention_mask if not torch.compiler.is_compiling() and isinstance(attention_mask, DeferredMask) else None
-    )
+    compared = None if torch.compiler.is_compiling() else asked
     refuse(
         not is_full and not _is_causal(module, kwargs) and (compared is None or not compared.has_blocks()),
         f"this layer is not causal, and its model does not ask for the full mask. {_ENCODER_BESIDE}",
@@ -290,13 +289,13 @@ def _checked_plan(
         "by itself would make others. Give each document rows of its own",
     )
     refuse(
-        isinstance(attention_mask, DeferredMask) and attention_mask.is_part,
+        asked is not None and asked.is_part,
         "the model leaves rows out before its last layers (logits_to_keep), and a plan covers all rows: leave out "
         "logits_to_keep, or give the rows whose logits you want as a tensor",
     )
     _check_call(query, key, found, dropout, kwargs)
     refuse(
-        attention_mask is not None and not isinstance(attention_mask, DeferredMask),
+        attention_mask is not None and asked is None,
         "attention_mask is a ready-made mask: pass none, the plan separates the documents",
     )
     refuse(

@@ -21,18 +21,9 @@ _T = TypeVar("_T")
 _ENCODERS = (
     *("albert", "bert", "big_bird", "camembert", "convbert", "data2vec-text", "deberta", "deberta-v2", "distilbert"),
     *("electra", "ernie", "esm", "esmc", "eurobert", "fnet", "gte", "ibert", "jina_embeddings_v3", "layoutlm", "luke"),
-    *(
-        "longformer",
-        "megatron-bert",
-        "mobilebert",
-        "modernbert",
-        "mpnet",
-        "mra",
-        "neomme",
-        "nomic_bert",
-        "nystromformer",
-    ),
-    *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "squeezebert", "tapas", "ultrabert"),
+    *("longformer", "megatron-bert", "mobilebert", "modernbert", "mpnet", "mra", "neomme", "nomic_bert"),
+    *("nystromformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "squeezebert"),
+    *("tapas", "ultrabert"),
     *("xlm-roberta", "xlm-roberta-xl", "xmod", "yoso"),
 )
 
