@@ -10,6 +10,8 @@ CUDA_HOST = "tests/cuda/test_kernels_on_host.py"
 MODELS = "tests/integrations/test_hf_both_sides.py"
 KERNEL = "cpp/attention/cpu_kernel.h"
 OF_MODELS = "python/distca/integrations/hf_models.py"
+OF_LIMITS = "python/distca/integrations/hf_limits.py"
+OF_RESULTS = "python/distca/integrations/hf_results.py"
 
 FAULTS = [
     Fault(
@@ -133,8 +135,8 @@ FAULTS = [
     ),
     Fault(
         "both sides: labels of rows are taken for shifted ones",
-        OF_MODELS,
-        "return _is_one_of(type(model), _LABELS_OF_ROWS)",
+        OF_RESULTS,
+        "return is_one_of(type(model), _LABELS_OF_ROWS)",
         "return False",
         (MODELS,),
     ),
@@ -154,7 +156,7 @@ FAULTS = [
     ),
     Fault(
         "both sides: only what is called a loss by name is a loss",
-        OF_MODELS,
+        OF_RESULTS,
         "loss_function|\\w*loss_fct|",
         "loss_function|",
         (MODELS,),
@@ -168,21 +170,21 @@ FAULTS = [
     ),
     Fault(
         "both sides: a class derived from a classifier is none",
-        OF_MODELS,
+        OF_RESULTS,
         "for base in kind.__mro__)",
         "for base in kind.__mro__[:1])",
         (MODELS,),
     ),
     Fault(
         "both sides: graphs have models that are refused outside of them",
-        OF_MODELS,
+        OF_LIMITS,
         '("attn_temperature_tuning", *_ALONG_ROWS)',
         '("attn_temperature_tuning",)',
         (MODELS,),
     ),
     Fault(
         "both sides: segments of a document count as documents",
-        OF_MODELS,
+        OF_RESULTS,
         "pieces = whole_pieces(layout, rank)",
         "pieces = layout.segments(rank)",
         (MODELS,),

@@ -458,7 +458,7 @@ FAULTS = [
     ),
     Fault(
         "branches: recurrent models take them",
-        "python/distca/integrations/hf_models.py",
+        "python/distca/integrations/hf_limits.py",
         "if layout is not None and layout.branches:",
         "if layout is None:",
         (MODELS,),

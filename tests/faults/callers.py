@@ -102,7 +102,7 @@ FAULTS = [
     ),
     Fault(
         "a classifier pools rows of several documents",
-        "python/distca/integrations/hf_models.py",
+        "python/distca/integrations/hf_results.py",
         "if cut or len(pieces) != 1 or pieces[0][0] == PADDING:",
         "if False:",
         (MODELS,),

@@ -40,7 +40,7 @@ FAULTS = [
     ),
     Fault(
         "recurrent layers take documents that are cut between ranks",
-        "python/distca/integrations/hf_models.py",
+        "python/distca/integrations/hf_limits.py",
         "    if layout is None or cut is not None:",
         "    if False:",
         (FAMILIES,),

@@ -12,7 +12,7 @@ from families.cases import CASES
 from transformers.masking_utils import and_masks, bidirectional_mask_function
 
 import distca
-from distca.integrations import hf, hf_models
+from distca.integrations import hf, hf_results
 from support.groups import loopback_group, on_all_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -206,7 +206,7 @@ def test_the_loss_of_halves_counts_the_first_rows_of_documents(name: str) -> Non
 
 @pytest.mark.parametrize("name", ["DistilBertForMaskedLM", "ElectraForPreTraining"])
 def test_a_loss_that_a_module_of_the_model_computes_is_its_own(name: str) -> None:
-    assert hf_models.has_own_loss(_tiny(name))
+    assert hf_results.has_own_loss(_tiny(name))
 
 
 def _tiny(name: str, **options: Any) -> Any:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import distca
 import distca.integrations.hf  # registers attn_implementation="distca"
-from distca.integrations.hf_models import has_own_loss
+from distca.integrations.hf_results import has_own_loss
 from support.groups import loopback_group, on_all_ranks, outcomes
 from support.models import MHA, VOCABULARY, Family
 from support.rope import ROPE

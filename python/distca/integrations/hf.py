@@ -14,7 +14,7 @@ The model itself stays unmodified. Its forward takes these keywords:
   counts the rows of the tensor. That is refused unless it gives every document on every rank its positions.
 - `distca_context`: the context, or its name (default "default").
 
-A model that cannot use the plan, or can use it only in part, is refused by name (hf_models.py, hf_forward.py).
+A model that cannot use the plan, or can use it only in part, is refused by name (hf_limits.py, hf_forward.py).
 
 Without a plan attention is local: transformers' own SDPA function computes it, for evaluation and `generate()`. The
 other ranks take no part in it. This is also how one rank evaluates alone; with a plan all ranks must take part. In
@@ -46,12 +46,13 @@ from distca.integrations.hf_batches import PlanInputs as PlanInputs
 from distca.integrations.hf_batches import plan_inputs as plan_inputs
 from distca.integrations.hf_bidirectional import makes_blocks
 from distca.integrations.hf_forward import check_plan_not_needed, count_call, refuse_other_plan
+from distca.integrations.hf_limits import check_model as check_model
+from distca.integrations.hf_limits import drops_keywords
 from distca.integrations.hf_masks import DeferredMask, distca_mask
 from distca.integrations.hf_models import NAME as NAME
-from distca.integrations.hf_models import check_model as check_model
-from distca.integrations.hf_models import drops_keywords, refuse
 from distca.integrations.hf_models import heads_of as heads_of
 from distca.integrations.hf_models import mask_of as mask_of
+from distca.integrations.hf_models import refuse
 from distca.integrations.hf_models import windows_of as windows_of
 from distca.integrations.hf_ping_pong import ping_pong as ping_pong
 from distca.integrations.hf_ping_pong import plan_halves as plan_halves

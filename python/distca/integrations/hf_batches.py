@@ -12,7 +12,8 @@ import torch.distributed as dist
 from distca.errors import InvalidArgumentError
 from distca.heads import Heads
 from distca.integrations.hf_bidirectional import bidirectional_rows, in_sliding_layers_alone
-from distca.integrations.hf_models import differ_in_heads, examine, mask_of, refuse, windows_of
+from distca.integrations.hf_limits import examine
+from distca.integrations.hf_models import differ_in_heads, mask_of, refuse, windows_of
 from distca.integrations.hf_ping_pong import InHalves, plan_halves
 from distca.planner.exchange import gathered_lengths
 from distca.planner.planning import plans

@@ -29,19 +29,10 @@ from transformers import PreTrainedModel
 from distca.context import Context
 from distca.current import Current, current, may_be_open, using
 from distca.errors import InvalidArgumentError, refusals_told
-from distca.integrations.hf_models import (
-    NAME,
-    check_model,
-    examine,
-    goes_another_way,
-    has_labels_of_rows,
-    has_own_loss,
-    num_attention_calls,
-    rank_of_several_documents,
-    refuse,
-    takes_plans,
-)
+from distca.integrations.hf_limits import check_model, examine, goes_another_way
+from distca.integrations.hf_models import NAME, num_attention_calls, refuse, takes_plans
 from distca.integrations.hf_recurrent import cut_document, ran_by_document
+from distca.integrations.hf_results import has_labels_of_rows, has_own_loss, rank_of_several_documents
 from distca.integrations.hf_rope import depends_on_longest
 from distca.pingpong.turns import calls_of_half
 from distca.planner.layout import PADDING, Layout

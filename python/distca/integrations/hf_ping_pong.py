@@ -19,7 +19,8 @@ from distca.current import Current
 from distca.errors import InvalidArgumentError
 from distca.heads import LayerHeads
 from distca.integrations.hf_forward import with_plan
-from distca.integrations.hf_models import has_labels_of_rows, has_own_loss, refuse
+from distca.integrations.hf_models import refuse
+from distca.integrations.hf_results import has_labels_of_rows, has_own_loss
 from distca.pingpong.ping_pong import greenlet_module, prepare, refuse_compiled, run_halves
 from distca.planner.halves import Half, halves, join_halves
 from distca.planner.layout import Layout, Window
