@@ -102,6 +102,13 @@ FAULTS = [
         (MODELS,),
     ),
     Fault(
+        "a base model keeps itself",
+        "python/distca/integrations/hf_limits.py",
+        "            weakref.WeakSet(checkpointed),\n",
+        "            checkpointed,  # type: ignore[arg-type]\n",
+        (CALLERS,),
+    ),
+    Fault(
         "the heads of a layer are those of the whole configuration",
         "python/distca/integrations/hf_models.py",
         "    config = _config_of_layer(config, layer)\n",

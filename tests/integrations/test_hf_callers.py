@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -31,6 +33,10 @@ SIZES = {
 }
 IDS = torch.arange(2, 14)[None]
 LAYOUT = distca.Layout.from_documents([[12]])
+LONGROPE = {
+    **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64},
+    **{"short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+}
 OF_TWO_RANKS = distca.Layout([[(0, 0, 6)], [(0, 6, 12)]])
 
 
@@ -398,3 +404,22 @@ def test_positions_of_three_axes_are_cut_into_halves() -> None:
         halves = hf.plan_halves(layout, HEADS, context=context)
         ours = hf.ping_pong(model)(input_ids=IDS, position_ids=positions, plan=halves, use_cache=False).logits
     torch.testing.assert_close(ours, whole, rtol=1e-5, atol=1e-5)
+
+
+# ---- what is kept of a model
+
+
+@pytest.mark.parametrize("with_head", [False, True], ids=["base", "with a head"])
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+def test_a_model_that_its_caller_drops_is_freed(plan: distca.Plan, with_head: bool, checkpointed: bool) -> None:
+    model = _model(rope_parameters=LONGROPE).train()
+    if not with_head:
+        model = model.model
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+    positions = LAYOUT.position_ids(0)[None]
+    model(IDS, position_ids=positions, use_cache=False, plan=plan)[0].sum().backward()
+    freed = weakref.ref(model)
+    del model
+    gc.collect()
+    assert freed() is None

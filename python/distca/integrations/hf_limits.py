@@ -45,7 +45,7 @@ _RECURRENT = ("linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding")
 
 @dataclasses.dataclass(frozen=True)
 class Examined:
-    """What the modules of a model tell.
+    """What the modules of a model tell. It keeps none of them, because the model itself may be one.
 
     Attributes:
         recurrent: the recurrent modules, by name.
@@ -54,10 +54,10 @@ class Examined:
         checkpointed: modules that activation checkpointing may run again.
     """
 
-    recurrent: dict[str, torch.nn.Module]
+    recurrent: weakref.WeakValueDictionary[str, torch.nn.Module]
     along_rows: str | None
     first_position: int
-    checkpointed: list[torch.nn.Module]
+    checkpointed: weakref.WeakSet[torch.nn.Module]
 
 
 _examined: weakref.WeakKeyDictionary[PreTrainedModel, Examined] = weakref.WeakKeyDictionary()
@@ -78,7 +78,12 @@ def examine(model: PreTrainedModel) -> Examined:
         firsts = [int(m.padding_idx) + 1 for _, m in modules if _counts_from_padding(m)]  # type: ignore[arg-type]
         checkpointed = [m for _, m in modules if hasattr(m, "gradient_checkpointing")]
         watch(model)
-        found = _examined[model] = Examined(recurrent, along, firsts[0] if firsts else 0, checkpointed)
+        found = _examined[model] = Examined(
+            weakref.WeakValueDictionary(recurrent),
+            along,
+            firsts[0] if firsts else 0,
+            weakref.WeakSet(checkpointed),
+        )
     return found
 
 
