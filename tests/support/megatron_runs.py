@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.qk_clip import clip_qk
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -100,6 +101,7 @@ def run(case: Case, folder: Path | None = None, *, alone: bool = False) -> Resul
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         result = _run(case, folder, alone)
         gc.collect()
+        assert not any(isinstance(each, GPTModel) for each in gc.get_objects()), f"{case}: something keeps the model"
         dist.barrier()
         parallel_state.destroy_model_parallel()
         leave_all_groups()
@@ -190,6 +192,9 @@ def _run(case: Case, folder: Path | None, alone: bool) -> Result:
         taken = context.step
         dist.barrier()
         context.close()
+    if case.shards or not case.halved:  # autograd may keep Megatron's optimizer, its model and its groups' threads
+        for each in (*models, optimizer):
+            each.__dict__.clear()
     return Result(losses, norms, evaluated, largest, taken, imbalance)
 
 

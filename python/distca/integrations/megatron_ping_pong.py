@@ -134,8 +134,12 @@ def _forward(
         }
         for part, half, of_half in zip(parts, plans.halves[work.microbatch], rotaries, strict=True)
     )
-    with names.taking_turns(_checkpoint):
-        outputs = run_halves(run, first, second)
+    before = block.input_tensor
+    try:
+        with names.taking_turns(_checkpoint):
+            outputs = run_halves(run, first, second)
+    finally:
+        block.set_input_tensor(before)  # a half of it would keep the graph of its embeddings, and that the model
     if not is_shared:
         return plans.join(work.microbatch, outputs)
     return _own_rows(plans.join(work.microbatch, [names.gather_rows(output) for output in outputs]))
