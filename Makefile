@@ -6,7 +6,7 @@
 # make processes  run the tests of processes that die, hang, are interrupted or lose their network: they wait for seconds
 # make fuzz    run the tests of the planner, and of changed plans, with 20 times as many random cases
 # make families  run every causal and masked language model of transformers on two ranks, and train the causal ones by
-#              four processes that share them: exact, or refused with the reason
+#              four processes that share them: exact, or refused with the reason (EVERY=3: every third of these)
 # make titan     install torchtitan; run its models and its Trainer on CPU ranks: exact, or refused with the reason
 # make pipeline  run data, tensor and pipeline parallelism together in eight processes, in many forms, and with
 #              torch.distributed.pipelining: exact
@@ -36,6 +36,7 @@
 
 PYTHON ?= python3
 ARGS ?=
+EVERY ?= 1
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -103,8 +104,8 @@ fuzz: build $(VENV)/test-ready
 	  $(addprefix tests/plan/test_,plan.py plan_loads.py plan_memory.py plan_digest.py scheduler.py plan_fuzz.py) $(ARGS)
 
 families: build $(VENV)/test-ready
-	$(BIN)/python -m pytest -n 2 --dist worksteal tests/integrations/families/every_model.py tests/apps/every_split.py \
-	  $(ARGS)
+	EVERY=$(EVERY) $(BIN)/python -m pytest -n 2 --dist worksteal tests/integrations/families/every_model.py \
+	  tests/apps/every_split.py $(ARGS)
 
 titan: build $(VENV)/titan-ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(TITAN) $(ARGS)

@@ -57,6 +57,16 @@ def _cache_of_tokens(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _imports_are_frozen() -> Iterator[None]:
+    """Keeps what a test imports out of later garbage collections, as what is imported before the first one."""
+    before = len(sys.modules)
+    yield
+    if len(sys.modules) > before:
+        gc.collect()
+        gc.freeze()
+
+
+@pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:
     """Gives PyTorch one thread, because ranks are threads or processes here and its pool would add to them."""
     before = torch.get_num_threads()
