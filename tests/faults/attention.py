@@ -223,8 +223,8 @@ FAULTS = [
     Fault(
         "padding rows are not filled",
         DISPATCHER,
-        "  fill_padding(step);\n  if (step.phase == Phase::kForward && step.scores.sinks",
-        "  if (step.phase == Phase::kForward && step.scores.sinks",
+        "  fill_padding(step);\n  if (step.max_logits.is_asked()) find_max_logits(step);",
+        "  if (step.max_logits.is_asked()) find_max_logits(step);",
         (EXACT, STEPS),
     ),
     Fault(

@@ -146,8 +146,8 @@ FAULTS = [
     Fault(
         "branches: shared keys come for each document",
         POOLS,
-        "placed_.try_emplace(rows_of_block_, num_blocks).first->second",
-        "num_blocks",
+        "placed_.try_emplace(rows_of_block_, num_rows).first->second",
+        "num_rows",
         (MERGED,),
     ),
     Fault(
@@ -303,7 +303,7 @@ FAULTS = [
     Fault(
         "branches: backward may have other branches than forward",
         "cpp/runtime/context_plans.cpp",
-        "begin_alike(forward, x.document, backward, y.document);",
+        "are_alike(of_forward, x.document, of_backward, y.document);",
         "true;",
         (EXACT,),
     ),

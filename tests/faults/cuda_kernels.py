@@ -130,8 +130,8 @@ FAULTS = [
     Fault(
         "CUDA: a window is one key too wide",
         "cuda/attention/tables.h",
-        "maximum(0, row - mask.window + 1)",
-        "maximum(0, row - mask.window)",
+        "maximum(0, place - mask.window + 1)",
+        "maximum(0, place - mask.window)",
         (KERNELS,),
     ),
     Fault(

@@ -309,8 +309,8 @@ FAULTS = [
     Fault(
         "plans with labels may have any rows in backward",
         "cpp/runtime/context_plans.cpp",
-        "    return same_document && same_branch && x.begin == y.begin && x.end == y.end;",
-        "    return are_labelled || (same_document && same_branch && x.begin == y.begin && x.end == y.end);",
+        "    return same_document && alike && x.begin == y.begin && x.end == y.end;",
+        "    return are_labelled || (same_document && alike && x.begin == y.begin && x.end == y.end);",
         ("tests/pipeline/test_labels.py",),
     ),
     Fault(

@@ -49,8 +49,8 @@ FAULTS = [
     Fault(
         "servers wait for keys that they have retained",
         TABLES,
-        "      if (!g.is_retained()) wait(Phase::kBackward, Direction::kIn, g.round, p.rank);",
-        "      wait(Phase::kBackward, Direction::kIn, g.round, p.rank);",
+        "      if (!g.is_retained()) wait(Phase::kBackward, Direction::kIn, g.round, rows.rank);",
+        "      wait(Phase::kBackward, Direction::kIn, g.round, rows.rank);",
         (PLAN, RETAIN),
     ),
     Fault(

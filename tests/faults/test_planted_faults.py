@@ -1,5 +1,5 @@
-"""The faults of `make faults` still fit the sources. Planting them takes long; checking that they can be planted does
-not.
+"""The faults of `make faults` fit the sources word by word: what another name stands for may be another fault. Planting
+them takes long; checking that they can be planted does not.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_fault_can_be_planted_and_names_tests_that_there_are(fault: Fault) -> None:
     file, text = fault.planted(ROOT)
     assert file == ROOT / fault.file and text != file.read_text()
+    assert all(name == found for name, found in fault.place(ROOT).names.items()), "the source has other names"
     for named in fault.tests:
         file, *functions = named.split("::")
         text = (ROOT / file).read_text()
