@@ -139,7 +139,8 @@ def _forward(
         with names.taking_turns(_checkpoint):
             outputs = run_halves(run, first, second)
     finally:
-        block.set_input_tensor(before)  # a half of it would keep the graph of its embeddings, and that the model
+        # A half that stayed would keep its graph and, by the hooks of the weights in it, the model for good.
+        block.set_input_tensor(before)
     if not is_shared:
         return plans.join(work.microbatch, outputs)
     return _own_rows(plans.join(work.microbatch, [names.gather_rows(output) for output in outputs]))
