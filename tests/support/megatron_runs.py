@@ -192,7 +192,7 @@ def _run(case: Case, folder: Path | None, alone: bool) -> Result:
         taken = context.step
         dist.barrier()
         context.close()
-    if case.shards or not case.halved:  # autograd may keep Megatron's optimizer, its model and its groups' threads
+    if case.shards or not case.halved:  # Megatron's own may keep the model, and groups with threads; ping-pong may not
         for each in (*models, optimizer):
             each.__dict__.clear()
     return Result(losses, norms, evaluated, largest, taken, imbalance)
