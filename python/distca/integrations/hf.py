@@ -22,8 +22,8 @@ training, a missing plan is an error if the context has more than one rank. tran
 rows: give a rank without tokens one row of padding, the segment (-1, 0, 1).
 
 `heads_of`, `windows_of` and `mask_of` read from a model what `distca.plan` needs. `PlanInputs` makes a
-`transformers.Trainer` plan by itself, and `plan_inputs` plans a batch in any other loop. `ping_pong` and `plan_halves`
-are described in hf_ping_pong.py.
+`transformers.Trainer` plan by itself, and `plan_inputs` plans a batch in any other loop. `unpad` lets a model take
+padded batches and plan them itself (hf_unpad.py). `ping_pong` and `plan_halves` are described in hf_ping_pong.py.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ from distca.integrations.hf_models import windows_of as windows_of
 from distca.integrations.hf_ping_pong import ping_pong as ping_pong
 from distca.integrations.hf_ping_pong import plan_halves as plan_halves
 from distca.integrations.hf_recurrent import refuse_recomputation
+from distca.integrations.hf_unpad import local as local
+from distca.integrations.hf_unpad import unpad as unpad
 from distca.ops import core_attention
 from distca.planner.layout import Chunk, Window
 from distca.planner.plan import Plan, Plans

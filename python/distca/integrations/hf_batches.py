@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
+from distca.context import Context
 from distca.errors import InvalidArgumentError
 from distca.heads import Heads
 from distca.integrations.hf_bidirectional import bidirectional_rows, in_sliding_layers_alone
@@ -16,6 +18,7 @@ from distca.integrations.hf_limits import examine
 from distca.integrations.hf_models import differ_in_heads, mask_of, refuse, windows_of
 from distca.integrations.hf_ping_pong import InHalves, plan_halves
 from distca.planner.exchange import gathered_lengths
+from distca.planner.layout import Layout
 from distca.planner.planning import plans
 from distca.planner.telling import TellsBidirectional, TellsLengths
 from distca.registry import get_context
@@ -68,9 +71,28 @@ def plan_inputs(
             it does not have all processes.
         PeerDiedError: a rank has ended, or has no further batch.
     """
-    context = get_context(distca_context)
+    context = context_of_all(distca_context)
+    told = gathered_lengths(lambda: _told(model.config, inputs), context.num_ranks)
+    base = without_adapters(model)
+    made = plan_of(base, _TELLING.layout(told, [0] * len(told)), context, plan_options)
+    positions = inputs["position_ids"] + examine(base).first_position
+    return {**inputs, "position_ids": positions, "plan": made, "distca_context": distca_context}
+
+
+def without_adapters(model: Any) -> Any:
+    """The model that PEFT goes around, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def context_of_all(name: str) -> Context:
+    """The context of this name. It must have all processes, because they exchange lengths over the default group.
+
+    Raises:
+        InvalidArgumentError: there is no such context, or it does not have all processes.
+    """
+    context = get_context(name)
     if context is None:
-        raise InvalidArgumentError(f"no context {distca_context!r}: call distca.init before training")
+        raise InvalidArgumentError(f"no context {name!r}: call distca.init before training")
     num_processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if context.global_ranks != [*range(num_processes)]:
         raise InvalidArgumentError(
@@ -78,12 +100,14 @@ def plan_inputs(
             "because the ranks exchange lengths over the default group: call distca.init in each process, once "
             "torch.distributed is initialised, and without group="
         )
-    told = gathered_lengths(lambda: _told(model.config, inputs), context.num_ranks)
-    layout = _TELLING.layout(told, [0] * len(told))
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # what PEFT goes around
-    make = plan_halves if isinstance(base, InHalves) else plans
+    return context
+
+
+def plan_of(model: PreTrainedModel, layout: Layout, context: Context, plan_options: Mapping[str, Any]) -> Any:
+    """The plans of a layout for a model: those of halves if it went through `ping_pong`."""
+    make = plan_halves if isinstance(model, InHalves) else plans
     windows = windows_of(model.config)
-    options: dict[str, Any] = {"context": context, "mask": mask_of(base)} | plan_options
+    options: dict[str, Any] = {"context": context, "mask": mask_of(model), **plan_options}
     refuse(
         isinstance(context.layer_heads, Heads) and differ_in_heads(model.config),
         f"layers of the model differ in their heads, and context {context.name!r} was made with heads of one shape: "
@@ -91,9 +115,7 @@ def plan_inputs(
     )
     if in_sliding_layers_alone(model.config):
         options["bidirectional_windows"] = [window for window in windows if window is not None]
-    made = make(layout, context.layer_heads, windows=windows, **options)
-    positions = inputs["position_ids"] + examine(base).first_position
-    return {**inputs, "position_ids": positions, "plan": made, "distca_context": distca_context}
+    return make(layout, context.layer_heads, windows=windows, **options)
 
 
 #: How a rank's numbers become a layout; what it tells is found by `_told`.
@@ -110,7 +132,7 @@ def _packed_lengths(position_ids: Any) -> list[int]:
     """The lengths of whole documents that are packed into one row, from their positions [1, T]."""
     asked = (
         "use DataCollatorWithFlattening, which packs a batch's documents into one row (in TRL: packing=True or "
-        "padding_free=True)"
+        "padding_free=True), or hf.unpad(model) in place of PlanInputs, which takes padded batches"
     )
     refuse(not isinstance(position_ids, torch.Tensor), f"the batch has no position_ids: {asked}")
     refuse(position_ids.dim() != 2 or len(position_ids) != 1, f"position_ids are {list(position_ids.shape)}: {asked}")

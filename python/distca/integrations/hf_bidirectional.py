@@ -53,6 +53,11 @@ _GEMMA3 = "transformers.models.gemma3.modeling_gemma3"
 _ADDED_BY_GEMMA3 = ("Gemma3TextModel", "_bidirectional_window_overlay")
 
 
+def has_marks(config: PreTrainedConfig) -> bool:
+    """Whether an input of the model marks rows that see those after them."""
+    return config.model_type in _MARKS
+
+
 def bidirectional_rows(config: PreTrainedConfig, inputs: Mapping[str, Any], lengths: Sequence[int]) -> list[int]:
     """The bidirectional rows that a model's inputs ask for, as the numbers (document, begin, end) of each range.
 

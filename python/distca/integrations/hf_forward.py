@@ -29,8 +29,9 @@ from transformers import PreTrainedModel
 from distca.context import Context
 from distca.current import Current, current, may_be_open, using
 from distca.errors import InvalidArgumentError, refusals_told
+from distca.integrations.hf_bidirectional import has_marks
 from distca.integrations.hf_limits import check_model, examine, goes_another_way
-from distca.integrations.hf_models import NAME, num_attention_calls, refuse, takes_plans
+from distca.integrations.hf_models import NAME, num_attention_calls, refuse, takes_plans, text_model
 from distca.integrations.hf_recurrent import cut_document, ran_by_document
 from distca.integrations.hf_results import has_labels_of_rows, has_own_loss, rank_of_several_documents
 from distca.integrations.hf_rope import depends_on_longest
@@ -96,11 +97,17 @@ def refuse_other_plan(plan: object) -> NoReturn:
 
 @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
 def with_plan(
-    model: PreTrainedModel, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], here: Current
+    model: PreTrainedModel,
+    run: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    here: Current,
+    has_losses: bool = True,
 ) -> Any:
     """Runs the model's forward with this plan.
 
-    `run` is the model's forward. The result is what it returns for these arguments.
+    `run` is the model's forward. The result is what it returns for these arguments. Where it `has_losses`, these are
+    checked, too.
 
     Raises:
         InvalidArgumentError: the plan does not express what the model asks for. It is raised before any step if that
@@ -109,8 +116,8 @@ def with_plan(
     plan, context = here
     found = find_context(context)
     with refusals_told(found):
-        _check(model, *here.rows, args, kwargs)
-    takes_keywords = _parameters(type(model).forward)[1]
+        _check(model, *here.rows, args, kwargs, has_losses)
+    takes_keywords = parameters_of(type(model).forward)[1]
     _keep_plan_in_checkpoints(model)
     kwargs = {name: value for name, value in kwargs.items() if name not in ("plan", "distca_context")}
     if takes_keywords:  # the plan then also reaches compiled layers
@@ -142,19 +149,27 @@ def with_plan(
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _check(model: PreTrainedModel, layout: Layout, rank: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    names, takes_keywords = _parameters(type(model).forward)
-    inner = _parameters(type(model.get_decoder()).forward)[0] if takes_keywords else []
+def _check(
+    model: PreTrainedModel,
+    layout: Layout,
+    rank: int,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    has_losses: bool,
+) -> None:
+    names, takes_keywords = parameters_of(type(model).forward)
+    inner = parameters_of(type(model.get_decoder()).forward)[0] if takes_keywords else []
     arguments = dict(zip(names, args, strict=False)) | dict(kwargs)
     check_model(model, layout.num_ranks, layout)
     _check_axes(model, arguments)
     _check_positions(model, layout, rank, arguments, "position_ids" in (*names, *inner))
     _check_checkpoints(model)
-    check_loss(model, layout, arguments)
+    if has_losses:
+        check_loss(model, layout, arguments)
 
 
 @functools.cache
-def _parameters(forward: Callable[..., Any]) -> tuple[list[str], bool]:
+def parameters_of(forward: Callable[..., Any]) -> tuple[list[str], bool]:
     """The names of the parameters of a model's forward without self, and whether it takes any keyword."""
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     return [p.name for p in parameters], any(p.kind == p.VAR_KEYWORD for p in parameters)
@@ -347,6 +362,7 @@ def _keep_plan_in_checkpoints(model: PreTrainedModel) -> None:
             module._gradient_checkpointing_func = _KeepsPlan(checkpoint)  # type: ignore[assignment]
 
 
+UNPADS = "_distca_unpads"  # the mark of a module that packs padded batches (hf_unpad.py)
 _IN_GRAPHS = "_distca_in_graphs"  # whether keywords alone make a model right; known when it is made
 _call_module: Any = PreTrainedModel.__call__
 _implementation_of: Any = PreTrainedModel.get_correct_attn_implementation
@@ -355,6 +371,10 @@ _implementation_of: Any = PreTrainedModel.get_correct_attn_implementation
 def _call(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """Replaces `PreTrainedModel.__call__`."""
     if torch.compiler.is_compiling():
+        if UNPADS in self.__dict__ and kwargs.get("plan") is None:
+            raise InvalidArgumentError(
+                "the ranks tell each other their rows outside of graphs (hf.unpad): torch.compile(..., fullgraph=False)"
+            )
         pools = getattr(self, "pooler", None) is not None
         if kwargs.get("plan") is not None and (pools or not self.__dict__.get(_IN_GRAPHS, False)):
             # In one graph this is an error. Otherwise torch.compile runs this very call without a graph.
@@ -370,7 +390,15 @@ def _call(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         return _call_module(self, *args, **kwargs)
     plan = kwargs.get("plan")
     if _forward.get() is not None or (plan is None and current() is None):
-        if self.training and _forward.get() is None and takes_plans(self.config):
+        unpads: Any = self.__dict__.get(UNPADS) if _forward.get() is None else None
+        if unpads is not None and unpads.takes(self, args, kwargs):
+            return unpads.run(self, functools.partial(_call_module, self), args, kwargs)
+        if (
+            self.training
+            and _forward.get() is None
+            and takes_plans(self.config)
+            and UNPADS not in packed_part(self).__dict__
+        ):
             check_plan_not_needed(True, kwargs.get("distca_context", "default"))
         return _call_module(self, *args, **kwargs)
     run = functools.partial(_call_module, self)
@@ -395,6 +423,11 @@ def _call(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     return with_plan(self, run, args, kwargs, here)
 
 
+def packed_part(model: PreTrainedModel) -> PreTrainedModel:
+    """The part of a model that packs padded batches if it is to: the text model, or what makes its masks for it."""
+    return model.base_model if has_marks(model.config) else text_model(model)
+
+
 def _rope_types(model: PreTrainedModel) -> dict[str, Any]:
     parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     kinds = {name: of.get("rope_type") for name, of in parameters.items() if isinstance(of, dict)}
@@ -407,7 +440,7 @@ def _correct_implementation(self: PreTrainedModel, requested: str | None, *args:
         in_graphs = not (
             depends_on_longest(_rope_types(self))
             or goes_another_way(self)
-            or "position_ids" not in _parameters(type(self).forward)[0]
+            or "position_ids" not in parameters_of(type(self).forward)[0]
         )
         for part in self.modules():  # there are others if the model is not just being made
             if isinstance(part, PreTrainedModel):

@@ -53,11 +53,15 @@ def kinds_of(config: PreTrainedConfig) -> list[str]:
     return list(getattr(config, "layer_types", None) or ())
 
 
+def text_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The part of a model, or the model itself, that makes the rows of the last layer from tokens or embeddings."""
+    text = model.get_decoder()
+    return text if isinstance(text, PreTrainedModel) else model.base_model  # ModernBERT's is the layer of its logits
+
+
 def own_modules(model: PreTrainedModel) -> list[tuple[str, torch.nn.Module]]:
     """The modules of a model's text model, by name, without those of models inside it: encoders of images and sound."""
-    text = model.get_decoder()
-    if not isinstance(text, PreTrainedModel):  # ModernBERT's is the layer of its logits
-        text = model.base_model
+    text = text_model(model)
     inside = (m for m in text.modules() if isinstance(m, PreTrainedModel) and m is not text and m.config is not None)
     apart = {m for part in inside for m in part.modules()}
     return [(name, m) for name, m in text.named_modules() if m not in apart]

@@ -1,0 +1,375 @@
+"""Padded batches: a model computes their rows alone, packed and planned inside its own forward.
+
+    model = distca.integrations.hf.unpad(model)
+    model(input_ids, attention_mask=attention_mask)  # [B, L], on all ranks; the results are [B, L, ...] as ever
+
+Trainers that build their batches themselves, such as TRL's for preferences and rewards, need no other change. What is
+packed is the part of the model from tokens to the rows of the last layer. Heads, losses and pooling, which stand after
+it, get padded rows.
+
+Documents of a batch may begin alike, such as answers with their prompt. Their common first rows may be computed once:
+a layout's branches say so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import torch
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from distca.current import Current
+from distca.integrations.hf_batches import context_of_all, plan_of, without_adapters
+from distca.integrations.hf_bidirectional import bidirectional_rows
+from distca.integrations.hf_forward import UNPADS, packed_part, parameters_of, with_plan
+from distca.integrations.hf_limits import check_model, examine
+from distca.integrations.hf_models import mask_of, refuse, takes_plans
+from distca.planner.exchange import gathered_lengths
+from distca.planner.layout import PADDING, Layout
+from distca.registry import get_context
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+#: Common first rows of fewer rows are computed for each document. A task of fewer rows is slow (`distca bench shards`).
+_FEWEST_SHARED = 16
+
+
+def unpad(model: Model, *, share_prompts: bool = False, distca_context: str = "default", **plan_options: Any) -> Model:
+    """Lets a model of transformers take padded batches in each call, compute their rows alone, and balance attention.
+
+    Every call of the model is then collective: the ranks exchange the lengths of their documents over
+    torch.distributed's default group, and plan. A call is as it was before where it gets a plan; it is local in
+    `generate()`, inside of `local`, with a cache, and where no context of this name is open. The model stays as it is
+    but for a mark; its class, weights and signature do not change.
+
+    A batch has its documents in the rows of `input_ids` (or `inputs_embeds`) [B, L], and `attention_mask` [B, L], with
+    padding on the left, on the right or on both sides. Without a mask all rows count. `position_ids` may tell several
+    documents in a row apart, by counting each of them from 0; padding may have any. Without them a document is counted
+    from its first row, where transformers counts padding on its left, too.
+
+    Args:
+        model: the model, made with ``attn_implementation="distca"``, or a PEFT model around it. Wrappers such as DDP go
+            around the result.
+        share_prompts: compute the first rows that documents of a rank's batch have in common once, such as a prompt
+            with several answers. Such rows have the same tokens; at least 16 of them are shared.
+        distca_context: the context's name. Heads come from the context: make it with those of `heads_of`.
+        plan_options: further arguments of `distca.plan`: tolerance, min_rows, retain_bytes.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        InvalidArgumentError: here, if no plan can express the model. In a call, on all ranks, if a batch of one has
+            another form.
+        PeerDiedError: in a call, if a rank has ended, or makes no further one.
+    """
+    base = without_adapters(model)
+    refuse(
+        not isinstance(base, PreTrainedModel) or not takes_plans(base.config),
+        f"unpad takes a model of transformers that was made with this attn_implementation, not {type(model).__name__}: "
+        'model.set_attn_implementation("distca") may set it later; wrap the model by DDP or FSDP after unpad',
+    )
+    assert isinstance(base, PreTrainedModel)
+    refuse(
+        hasattr(base, "takes_halves"),
+        "the model is in ping-pong, whose halves are of packed rows: use PlanInputs with packed batches, or leave out "
+        "hf.ping_pong",
+    )
+    refuse(
+        share_prompts and mask_of(base) == "full",
+        "share_prompts is for causal models: here rows see those after them, and a prompt's rows differ by the answer",
+    )
+    part = packed_part(base)
+    check_model(part, 1, Layout.from_documents([[1]]))
+    part.__dict__[UNPADS] = _Unpads(distca_context, share_prompts, plan_options)
+    return model
+
+
+@contextlib.contextmanager
+def local() -> Iterator[None]:
+    """Inside, models that went through `unpad` compute as they do without it, and no other rank takes part::
+
+        if rank == 0:
+            with torch.no_grad(), distca.integrations.hf.local():
+                logits = model.eval()(ids, attention_mask=attention_mask).logits
+
+    A rank may so evaluate alone, whatever the others do.
+    """
+    before = _is_local.set(True)
+    try:
+        yield
+    finally:
+        _is_local.reset(before)
+
+
+_is_local: ContextVar[bool] = ContextVar("distca.local", default=False)
+_generate: Any = GenerationMixin.generate
+
+
+@functools.wraps(_generate)
+def _generate_locally(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replaces `GenerationMixin.generate`: ranks generate different numbers of tokens."""
+    with local():
+        return _generate(self, *args, **kwargs)
+
+
+GenerationMixin.generate = _generate_locally
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unpads:
+    """The mark of a model's part that computes packed rows in the place of padded ones."""
+
+    context: str
+    share_prompts: bool
+    plan_options: dict[str, Any]
+
+    def takes(self, model: PreTrainedModel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call is one of a batch to be planned."""
+        with_cache = _arguments(model, args, kwargs).get("past_key_values") is not None
+        return not with_cache and not _is_local.get() and get_context(self.context) is not None
+
+    def run(
+        self, model: PreTrainedModel, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """The results of the model for a padded batch. `run` is its forward."""
+        context, given = context_of_all(self.context), _arguments(model, args, kwargs)
+        found: list[_Batch] = []
+
+        def told() -> list[int]:
+            found.append(_batch_of(model, given, self.share_prompts))
+            return found[0].told
+
+        layout = _layout(gathered_lengths(told, context.num_ranks))
+        plan, (batch,) = plan_of(model, layout, context, self.plan_options), found
+        packed = {
+            name: _packed(value, batch.shape, batch.kept)
+            for name, value in given.items()
+            if name not in _OF_PADDED_ROWS
+        }
+        names = _parameters(model)
+        if "use_cache" in names:
+            packed["use_cache"] = False
+        if "position_ids" in names and not _has_axes(given):
+            positions = layout.position_ids(context.rank) + examine(model).first_position
+            packed["position_ids"] = positions[None].to(batch.kept.device)
+        return batch.padded(with_plan(model, run, (), packed, Current(plan, self.context), has_losses=False))
+
+
+#: What a model is told of padded rows, and not of packed ones.
+_OF_PADDED_ROWS = ("attention_mask", "cache_position", "past_key_values")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+    """Which rows of a padded batch are computed, and where their results go.
+
+    Attributes:
+        shape: the batch's (B, L). A place is the number of a row among all B * L.
+        kept: int64 [T], the place of each packed row.
+        places: int64 [P], the places that get a result. The others are padding.
+        rows: int64 [P], the packed row of each of these places.
+        told: what this rank tells the others: the number of documents; for each of them the document with the row
+            before its own first one, or -1, then the ends of its own rows; and its bidirectional rows.
+    """
+
+    shape: tuple[int, int]
+    kept: torch.Tensor
+    places: torch.Tensor
+    rows: torch.Tensor
+    told: list[int]
+
+    def padded(self, value: Any) -> Any:
+        """The results of packed rows as those of the batch, with zeros in its padding."""
+        if isinstance(value, ModelOutput):
+            for name, of in value.items():
+                value[name] = self.padded(of)
+        elif isinstance(value, tuple | list):
+            return type(value)(self.padded(of) for of in value)
+        elif isinstance(value, torch.Tensor) and value.shape[:2] == (1, len(self.kept)):
+            return self._padded(value[0]).unflatten(0, self.shape)
+        elif isinstance(value, torch.Tensor) and value.shape[:1] == self.kept.shape:  # as routers' logits have it
+            return self._padded(value)
+        return value
+
+    def _padded(self, rows: torch.Tensor) -> torch.Tensor:
+        results = rows.new_zeros(self.shape[0] * self.shape[1], *rows.shape[1:])
+        return results.index_copy(0, self.places.to(rows.device), rows[self.rows.to(rows.device)])
+
+
+def _packed(value: Any, shape: tuple[int, int], kept: torch.Tensor) -> Any:
+    """The rows at these places, [1, T, ...], of a tensor [B, L, ...]; of positions of several axes, [n, 1, T]. Anything
+    else is left as it is.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape[:2] == shape:
+        return value.flatten(0, 1)[kept.to(value.device)][None]
+    if value.dim() == 3 and value.shape[1:] == shape:
+        return value.flatten(1)[:, None, kept.to(value.device)]
+    return value
+
+
+def _arguments(model: PreTrainedModel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(zip(_parameters(model), args, strict=False)) | dict(kwargs)
+
+
+def _parameters(model: PreTrainedModel) -> list[str]:
+    return parameters_of(type(model).forward)[0]
+
+
+def _has_axes(given: Mapping[str, Any]) -> bool:
+    """Whether positions have several axes, as those of images have."""
+    positions = given.get("position_ids")
+    return isinstance(positions, torch.Tensor) and positions.dim() == 3
+
+
+def _batch_of(model: PreTrainedModel, given: Mapping[str, Any], share_prompts: bool) -> _Batch:
+    """The rows of a batch. Raises InvalidArgumentError if it is not of the form that `unpad` takes."""
+    tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+    refuse(
+        not isinstance(tokens, torch.Tensor) or tokens.dim() < 2,
+        "a model that went through hf.unpad takes input_ids [B, L], or inputs_embeds [B, L, width]",
+    )
+    assert isinstance(tokens, torch.Tensor)
+    shape = tokens.shape[0], tokens.shape[1]
+    places = [
+        torch.arange(begin, end) + row * shape[1]
+        for row, (first, last) in enumerate(_ends(given.get("attention_mask"), shape))
+        for begin, end in _documents(given.get("position_ids"), shape, row, first, last)
+    ]
+    empty = torch.zeros(0, dtype=torch.int64)
+    of_documents = {name: _packed(value, shape, torch.cat([empty, *places])) for name, value in given.items()}
+    bidirectional = bidirectional_rows(model.config, of_documents, [len(of) for of in places])
+    if share_prompts:
+        refuse(bool(bidirectional), "share_prompts is for causal models: rows of this batch see those after them")
+        order, own = _shared(_words(given, shape), places)
+    else:
+        order, own = [*range(len(places))], [(-1, 0)] * len(places)
+    kept: list[torch.Tensor] = []
+    rows: list[torch.Tensor] = []
+    told, num_rows = [len(places)], 0
+    for number, (parent, begin) in zip(order, own, strict=True):
+        length = len(places[number])
+        above = rows[-1][:begin] if begin else empty
+        rows.append(torch.cat([above, torch.arange(num_rows, num_rows + length - begin)]))
+        kept.append(places[number][begin:])
+        num_rows += length - begin
+        told += [parent, begin, length]
+    if not kept:  # transformers cannot run a tensor of no rows
+        kept, rows, places, order = [torch.zeros(1, dtype=torch.int64)], [empty], [empty], [0]
+    on = tokens.device
+    return _Batch(
+        shape,
+        torch.cat(kept).to(on),
+        torch.cat([places[number] for number in order]).to(on),
+        torch.cat(rows).to(on),
+        [*told, *bidirectional],
+    )
+
+
+def _ends(attention_mask: Any, shape: tuple[int, int]) -> list[tuple[int, int]]:
+    """The first row and the end of what is no padding, in each row of the batch."""
+    if attention_mask is None:
+        return [(0, shape[1])] * shape[0]
+    refuse(
+        not isinstance(attention_mask, torch.Tensor) or attention_mask.shape != shape,
+        f"a model that went through hf.unpad takes attention_mask {[*shape]}, as of its rows, and not "
+        + (f"{[*attention_mask.shape]}" if isinstance(attention_mask, torch.Tensor) else type(attention_mask).__name__),
+    )
+    kept, found = attention_mask.bool().cpu(), []
+    for row in range(shape[0]):
+        places = kept[row].nonzero().flatten()
+        first, end = (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)
+        refuse(
+            end - first != len(places),
+            f"attention_mask hides rows of row {row} of the batch between others: padding stands before or after a "
+            "document, not inside of it",
+        )
+        found.append((first, end))
+    return found
+
+
+def _documents(position_ids: Any, shape: tuple[int, int], row: int, first: int, end: int) -> list[tuple[int, int]]:
+    """The ends of the documents in rows [first, end) of a row of the batch."""
+    if position_ids is None or first == end or position_ids.dim() == 3:
+        return [(first, end)] if first < end else []
+    refuse(
+        position_ids.dim() != 2 or position_ids.shape[0] not in (1, shape[0]) or position_ids.shape[1] != shape[1],
+        f"position_ids are {[*position_ids.shape]}, must be {[*shape]}",
+    )
+    positions = position_ids.expand(shape)[row, first:end].cpu()
+    if torch.equal(positions, torch.arange(first, end)):  # as transformers counts where it gets none
+        return [(first, end)]
+    starts = [*(positions == 0).nonzero().flatten().tolist(), end - first]
+    counted = torch.cat([torch.arange(ends - begin) for begin, ends in itertools.pairwise([0, *starts])])
+    refuse(
+        starts[0] != 0 or not torch.equal(counted, positions),
+        f"position_ids of row {row} of the batch do not count each document from 0, beginning at its first row that "
+        "is no padding. Leave them out where a row has one document",
+    )
+    return [(first + begin, first + ends) for begin, ends in itertools.pairwise(starts)]
+
+
+def _words(given: Mapping[str, Any], shape: tuple[int, int]) -> torch.Tensor:
+    """What each row of a batch is made of, [B * L, n] integers, for finding rows that are alike."""
+    known = (*_OF_PADDED_ROWS, *(() if _has_axes(given) else ("position_ids",)))
+    tensors = {name: v for name, v in given.items() if isinstance(v, torch.Tensor) and v.dim() and name not in known}
+    other = next((name for name, v in tensors.items() if v.shape != shape or v.is_floating_point()), None)
+    refuse(
+        other is not None,
+        f"share_prompts finds rows that are alike by their tokens, and this model gets {other}, too: leave it out",
+    )
+    return torch.stack([of_rows.flatten().cpu() for of_rows in tensors.values()], 1)
+
+
+def _shared(words: torch.Tensor, places: Sequence[torch.Tensor]) -> tuple[list[int], list[tuple[int, int]]]:
+    """An order of documents in which each has its longest common beginning with the one before; and, in this order, the
+    number of the document with the row before a document's own first one, or -1, and that row's number.
+    """
+    texts = [words[of] for of in places]
+    lists = [text.flatten().tolist() for text in texts]
+    order = sorted(range(len(texts)), key=lists.__getitem__)
+    own: list[tuple[int, int]] = []
+    for number, document in enumerate(order):
+        shared = _common(texts[order[number - 1]], texts[document]) if number else 0
+        if shared < _FEWEST_SHARED:
+            own.append((-1, 0))
+            continue
+        above = number - 1
+        while own[above][1] >= shared:
+            above = own[above][0]
+        own.append((above, shared))
+    return order, own
+
+
+def _common(a: torch.Tensor, b: torch.Tensor) -> int:
+    """How many first rows of two documents are alike. The second keeps a row of its own."""
+    most = min(len(a), len(b) - 1)
+    differ = (a[:most] != b[:most]).any(1).nonzero()
+    return int(differ[0]) if len(differ) else most
+
+
+def _layout(told: Sequence[Sequence[int]]) -> Layout:
+    """The layout of what the ranks have told (`_Batch.told`)."""
+    segments: list[list[tuple[int, int, int]]] = []
+    branches: dict[int, int] = {}
+    bidirectional: dict[int, list[tuple[int, int]]] = {}
+    first = 0
+    for words in told:
+        end = 1 + 3 * words[0]
+        documents = [(words[i], words[i + 1], words[i + 2]) for i in range(1, end, 3)]
+        segments.append([(first + n, begin, length) for n, (_, begin, length) in enumerate(documents)])
+        branches |= {first + n: first + parent for n, (parent, _, _) in enumerate(documents) if parent >= 0}
+        for i in range(end, len(words), 3):
+            bidirectional.setdefault(first + words[i], []).append((words[i + 1], words[i + 2]))
+        first += len(documents)
+    layout = Layout([of_rank or [(PADDING, 0, 1)] for of_rank in segments], branches=branches)
+    return layout.with_bidirectional(bidirectional) if bidirectional else layout
