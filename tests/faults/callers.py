@@ -94,6 +94,13 @@ FAULTS = [
         (MODELS,),
     ),
     Fault(
+        "a graph of any number of rows makes a message of them",
+        "python/distca/integrations/hf.py",
+        "    if key.shape[2] != num_rows:\n        refuse(\n            True,",
+        "    if True:\n        refuse(\n            key.shape[2] != num_rows,",
+        (MODELS,),
+    ),
+    Fault(
         "local attention takes every layer for causal",
         "python/distca/integrations/hf.py",
         "if mask is None and _is_causal(module, options):",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch._dynamo.testing import CompileCounter
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 import distca
@@ -86,6 +87,29 @@ def test_a_model_that_changes_to_distca_is_compiled_in_one_graph(plan: distca.Pl
     model.set_attn_implementation("distca")
     logits = torch.compile(model, backend="eager", fullgraph=True)(IDS, use_cache=False, plan=plan).logits
     assert torch.equal(logits, _model()(IDS, use_cache=False, plan=plan).logits)
+
+
+@pytest.mark.parametrize("kind", ["LlamaForCausalLM", "Gemma2ForCausalLM"])
+def test_batches_of_any_lengths_share_a_graph(kind: str) -> None:
+    torch._dynamo.reset()  # frames that were left to Python before are compiled again
+    options = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+    model = _model(kind, **(options if kind == "Gemma2ForCausalLM" else {}))
+    graphs = CompileCounter()
+    compiled = torch.compile(model, backend=graphs, fullgraph=True)
+    windows = hf.windows_of(model.config)
+    with distca.init(max_tokens=200, heads=HEADS) as context:
+        for lengths in ([20, 5], [33, 5], [47, 5, 9], [1, 90]):
+            layout = distca.Layout.from_documents([lengths])
+            plan = (
+                distca.plan(layout, HEADS) if windows == [None, None] else distca.plans(layout, HEADS, windows=windows)
+            )
+            rows = {
+                "input_ids": torch.arange(layout.num_rows(0))[None] % 61,
+                "position_ids": layout.position_ids(0)[None],
+            }
+            assert torch.equal(compiled(**rows, plan=plan).logits, model(**rows, plan=plan).logits)
+        assert context.step == 2 * 4 * 2
+    assert graphs.frame_count == 2, "one of the first batch's number of rows, and one of any number"
 
 
 # ---- the largest logits

@@ -208,10 +208,10 @@ def _plan_of_window(plan: Plan | Plans | PlanSource, window: Window) -> Plan:
         refuse_other_plan(plan)
     if not plan.has_documents:
         return plan
-    longest = longest or max(plan.layout.document_lengths, default=0)
-    # Chunks that no document is longer than are its documents.
-    window = None if isinstance(window, Chunk) and window.rows >= longest else window
-    chunk = None if chunk is not None and chunk.rows >= longest else chunk
+    if isinstance(window, Chunk) or chunk is not None:  # chunks that no document is longer than are its documents
+        longest = longest or plan.layout.longest_document
+        window = None if isinstance(window, Chunk) and window.rows >= longest else window
+        chunk = None if chunk is not None and chunk.rows >= longest else chunk
     if isinstance(window, Chunk) or chunk is not None:
         asked = f"attends in chunks of {window.rows} rows" if isinstance(window, Chunk) else f"has a window of {window}"
         refuse(
@@ -314,18 +314,21 @@ def _checked_plan(
 
 
 def _check_call(query: torch.Tensor, key: torch.Tensor, plan: Plan, dropout: float, kwargs: dict[str, Any]) -> None:
+    # Messages with numbers of rows are made where they are needed alone: a graph of any number of rows cannot make them.
     batch, _, num_rows, _ = query.shape
-    refuse(
-        batch != 1,
-        f"batch size is {batch}, must be 1: pack the documents of this rank one after the other into one row, "
-        "input_ids [1, T], and give their lengths to the plan",
-    )
+    if batch != 1:
+        refuse(
+            True,
+            f"batch size is {batch}, must be 1: pack the documents of this rank one after the other into one row, "
+            "input_ids [1, T], and give their lengths to the plan; or take hf.unpad(model) and pass no plan",
+        )
     expected = plan.num_rows
-    refuse(
-        num_rows != expected,
-        f"the input has {num_rows} rows but the plan was made for {expected} rows on rank {plan.rank}: "
-        "make a plan of this batch's layout",
-    )
+    if num_rows != expected:
+        refuse(
+            True,
+            f"the input has {num_rows} rows but the plan was made for {expected} rows on rank {plan.rank}: "
+            "make a plan of this batch's layout",
+        )
     if not torch.compiler.is_compiling():  # of compiled layers the core tells
         dtype, planned = dtype_under_autocast(query), plan.heads.dtype
         refuse(
@@ -334,11 +337,12 @@ def _check_call(query: torch.Tensor, key: torch.Tensor, plan: Plan, dropout: flo
             f"heads=distca.integrations.hf.heads_of(model.config, {dtype}) to distca.init, from whose context "
             "hf.PlanInputs takes them, and to distca.plan where you call it",
         )
-    refuse(
-        key.shape[2] != num_rows,
-        f"{key.shape[2]} keys for {num_rows} rows: a plan covers whole documents, so pass use_cache=False and no "
-        "past_key_values",
-    )
+    if key.shape[2] != num_rows:
+        refuse(
+            True,
+            f"{key.shape[2]} keys for {num_rows} rows: a plan covers whole documents, so pass use_cache=False and no "
+            "past_key_values",
+        )
     refuse(
         dropout > 0,
         f"attention dropout is {dropout:g}, must be 0: set attention_dropout=0.0 in the model's config "
