@@ -129,7 +129,7 @@ FAULTS = [
     Fault(
         "both sides: a batch is planned as of a causal model",
         "python/distca/integrations/hf_batches.py",
-        '"mask": mask_of(base)',
+        '"mask": mask_of(model)',
         '"mask": "causal"',
         (MODELS,),
     ),
@@ -143,8 +143,8 @@ FAULTS = [
     Fault(
         "both sides: what looks along rows is found in the layer of the logits",
         OF_MODELS,
-        "if not isinstance(text, PreTrainedModel):",
-        "if not isinstance(text, torch.nn.Module):",
+        "return text if isinstance(text, PreTrainedModel) else",
+        "return text if isinstance(text, torch.nn.Module) else",
         (MODELS,),
     ),
     Fault(

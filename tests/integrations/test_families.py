@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from families import tiny
+from families import padded, tiny
 from families.cases import CASES, is_as_expected
 from families.reference import Case, documents, logits_of, mistakes, reference
 from families.verdict import judge
@@ -61,6 +61,13 @@ def test_a_model_of_each_kind_is_exact_or_refused_with_the_reason(kind: str) -> 
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
     verdict = judge(CASES[name])
     assert is_as_expected(name, verdict), verdict
+
+
+@pytest.mark.parametrize("share_prompts", [False, True], ids=["apart", "shared"])
+@pytest.mark.parametrize("name", ["bert, masked", "gemma3", "gpt2", "lfm2", "llama4_text", "phi3, longrope", "roberta"])
+def test_a_model_of_each_kind_takes_padded_batches(name: str, share_prompts: bool) -> None:
+    found = padded.found(CASES[name], share_prompts)
+    assert found == "exact" if padded.is_exact(name, share_prompts) else found.startswith("refused: ")
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "deepseek_v2", "phi3, longrope"])

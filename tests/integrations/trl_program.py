@@ -3,7 +3,8 @@
     trl_program.py FOLDER [CASE ...]
 
 This process imports once and forks all others, because imports take most of a short run. The ranks find each other as
-under torchrun. A rank saves its results to FOLDER/CASE.RANK.pt, and the one process to FOLDER/CASE.alone.pt.
+under torchrun. A rank saves its results to FOLDER/CASE.RANK.pt, and the one process to FOLDER/CASE.alone.pt. Of a case
+of trl_padded.py, ranks without distca save theirs to FOLDER/CASE.plain.RANK.pt.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from distca.integrations.hf import PlanInputs, heads_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import trl_padded
 import trl_sft
 
 from support.forked_ranks import forked, forked_ranks, wait_for
@@ -208,8 +210,11 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # trainers collect garbage; leaving imported modules out of that halves the time of a case
     folder = Path(sys.argv[1])
-    cases = sys.argv[2:] or list(CASES)
+    named = sys.argv[2:] or [*CASES, *trl_padded.CASES]
+    padded, cases = ([name for name in named if name in of] for of in (trl_padded.CASES, CASES))
     processes = [forked({}, train_all, cases, folder, True)]
+    for plain in (True, False) if padded else ():
+        processes += forked_ranks(2, trl_padded.train_all, padded, folder, plain)
     for ranks in sorted({CASES[name].ranks for name in cases}):
         of_ranks = [name for name in cases if CASES[name].ranks == ranks]
         processes += forked_ranks(ranks, train_all, of_ranks, folder, False)

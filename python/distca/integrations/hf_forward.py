@@ -78,7 +78,8 @@ def check_plan_not_needed(training: bool, distca_context: Context | str) -> None
                 f"no plan in a training step of rank {context.rank} of {context.num_ranks}: pass "
                 "plan=distca.plan(layout, heads, context=context) to the model's forward on every rank "
                 "(distca.PlanAhead makes them; for a Trainer hf.PlanInputs does, which stands before it in the bases: "
-                "class Balanced(hf.PlanInputs, Trainer)), or call model.eval() for local attention",
+                "class Balanced(hf.PlanInputs, Trainer); hf.unpad(model) for padded batches), or call model.eval() for "
+                "local attention",
             )
 
 
@@ -311,13 +312,17 @@ def check_loss(model: PreTrainedModel, layout: Layout, arguments: Mapping[str, A
         "z_loss_coefficient adds a mean over the rows of the tensor, and not a sum over those of all ranks and halves: "
         "set z_loss_coefficient=0.0 in the model's config",
     )
-    routers = arguments.get("output_router_logits")
-    routers = getattr(text, "output_router_logits", False) if routers is None else routers
     refuse(
-        bool(routers) and layout.num_ranks > 1,
+        wants_routers(model, arguments) and layout.num_ranks > 1,
         "output_router_logits adds a loss of the routers, which is not a sum over rows, and sees those of this rank "
         "alone: set output_router_logits=False in the model's config (in TRL: router_aux_loss_coef=0.0)",
     )
+
+
+def wants_routers(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
+    """Whether a call asks for the logits of the routers, of which a loss is made."""
+    asked = arguments.get("output_router_logits")
+    return bool(getattr(model.config.get_text_config(), "output_router_logits", False) if asked is None else asked)
 
 
 def _check_checkpoints(model: PreTrainedModel) -> None:

@@ -105,7 +105,8 @@ class DeferredMask:
         if padding is not None and (torch.compiler.is_compiling() or not bool(padding.all())):
             return (
                 "attention_mask marks padding, which would be dropped silently: pass no attention_mask; "
-                "padding rows belong in the plan's layout, as segments of document -1"
+                "padding rows belong in the plan's layout, as segments of document -1. hf.unpad(model) takes padded "
+                "batches, without a plan"
             )
         own = "the model lays a mask of its own (or_mask_function or and_mask_function) over the causal one"
         if torch.compiler.is_compiling():

@@ -28,7 +28,7 @@ from transformers.utils import ModelOutput
 from distca.current import Current
 from distca.integrations.hf_batches import context_of_all, plan_of, without_adapters
 from distca.integrations.hf_bidirectional import bidirectional_rows
-from distca.integrations.hf_forward import UNPADS, packed_part, parameters_of, with_plan
+from distca.integrations.hf_forward import UNPADS, packed_part, parameters_of, wants_routers, with_plan
 from distca.integrations.hf_limits import check_model, examine
 from distca.integrations.hf_models import mask_of, refuse, takes_plans
 from distca.planner.exchange import gathered_lengths
@@ -46,8 +46,8 @@ def unpad(model: Model, *, share_prompts: bool = False, distca_context: str = "d
 
     Every call of the model is then collective: the ranks exchange the lengths of their documents over
     torch.distributed's default group, and plan. A call is as it was before where it gets a plan; it is local in
-    `generate()`, inside of `local`, with a cache, and where no context of this name is open. The model stays as it is
-    but for a mark; its class, weights and signature do not change.
+    `generate()`, inside of `local`, with a cache or ``use_cache=True``, and where no context of this name is open. The
+    model stays as it is but for a mark; its class, weights and signature do not change.
 
     A batch has its documents in the rows of `input_ids` (or `inputs_embeds`) [B, L], and `attention_mask` [B, L], with
     padding on the left, on the right or on both sides. Without a mask all rows count. `position_ids` may tell several
@@ -133,9 +133,17 @@ class _Unpads:
 
     def takes(self, model: PreTrainedModel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether a call is one of a batch to be planned."""
-        with_cache = _arguments(model, args, kwargs).get("past_key_values") is not None
-        return not with_cache and not _is_local.get() and get_context(self.context) is not None
+        given = _arguments(model, args, kwargs)
+        makes_cache = given.get("use_cache") is True and not torch.is_grad_enabled()  # some resolve it in training, too
+        with_cache = makes_cache or any(given.get(name) is not None for name in _CACHES)
+        return (
+            not with_cache
+            and not _is_local.get()
+            and takes_plans(model.config)
+            and get_context(self.context) is not None
+        )
 
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def run(
         self, model: PreTrainedModel, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
@@ -163,8 +171,10 @@ class _Unpads:
         return batch.padded(with_plan(model, run, (), packed, Current(plan, self.context), has_losses=False))
 
 
+#: What transformers calls a cache, before version 5.24 and since then.
+_CACHES = ("past_key_values", "cache")
 #: What a model is told of padded rows, and not of packed ones.
-_OF_PADDED_ROWS = ("attention_mask", "cache_position", "past_key_values")
+_OF_PADDED_ROWS = ("attention_mask", "cache_position", *_CACHES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,6 +260,11 @@ def _batch_of(model: PreTrainedModel, given: Mapping[str, Any], share_prompts: b
     bidirectional = bidirectional_rows(model.config, of_documents, [len(of) for of in places])
     if share_prompts:
         refuse(bool(bidirectional), "share_prompts is for causal models: rows of this batch see those after them")
+        refuse(
+            wants_routers(model, given),
+            "the routers' loss counts shared rows once, and so is another one: leave out share_prompts, or set "
+            "output_router_logits=False in the model's config (in TRL: router_aux_loss_coef=0.0)",
+        )
         order, own = _shared(_words(given, shape), places)
     else:
         order, own = [*range(len(places))], [(-1, 0)] * len(places)

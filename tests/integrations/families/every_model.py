@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import pytest
 import torch
 
-from families import tiny
+from families import padded, tiny
 from families.cases import CASES, expected_kind, is_as_expected, with_rope
 from families.reference import documents, mistakes, run
 from families.shared_rows import found
@@ -39,6 +39,14 @@ def test_a_model_takes_documents_that_share_rows_if_it_is_exact_where_documents_
         assert verdict == "exact"
     else:
         assert verdict.startswith("refused: "), verdict
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("share_prompts", [False, True], ids=["apart", "shared"])
+@pytest.mark.parametrize("name", [name for name in CASES if "jitter" not in name])  # its routers draw at random
+def test_a_model_takes_padded_batches_if_it_is_exact(name: str, share_prompts: bool) -> None:
+    verdict = padded.found(CASES[name], share_prompts)
+    assert verdict == "exact" if padded.is_exact(name, share_prompts) else not verdict.startswith("fails"), verdict
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, cases in WITH_ROPE.items() for name in cases])

@@ -8,6 +8,7 @@ import distca
 from distca.integrations import hf
 
 from . import tiny
+from .cases import CASES, expected_kind
 from .reference import NO_TARGET, Case, Results, gradients, loss_of, run, worst_error
 from .verdict import LOSS, NORM, RECURRENT_NORM
 
@@ -16,6 +17,17 @@ LENGTHS = (60, 70, 66, 25, 1, 33)
 #: The rows of padding on the left of each document.
 LEFT = (0, 10, 14, 3, 79, 0)
 WIDTH = 80
+
+
+#: Models whose text part gets embeddings in place of tokens, by which documents could be told to be alike.
+_FROM_EMBEDDINGS = ("fuyu", "got_ocr2", "moss_transcribe_diarize")
+
+
+def is_exact(name: str, share_prompts: bool) -> bool:
+    """Whether the model has to take padded batches. One that is refused elsewhere may take those of one rank."""
+    case = CASES[name]
+    may_share = not case.whole and not case.sees_both_sides and case.entry not in _FROM_EMBEDDINGS
+    return expected_kind(name) == "exact" and (may_share or not share_prompts)
 
 
 def documents() -> list[torch.Tensor]:

@@ -1,0 +1,297 @@
+"""Padded batches of a model that went through `hf.unpad`: the model's own results on them, of fewer rows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import distca
+from distca.integrations import hf
+from support.ranks import launch
+
+VOCABULARY, PAD = 61, 0
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": PAD,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+HEADS = distca.Heads(q=4, kv=2, dim=8)
+#: For each rank's batch its width, and the places of each row's document: (first row, end). Rank 1 has long ones, and
+#: in its third row padding alone; all of rank 2's is padding.
+BATCHES = [
+    (20, [(0, 20), (7, 12), (3, 19)]),
+    (150, [(0, 150), (30, 141), (0, 0)]),
+    (9, [(0, 0), (0, 0)]),
+]
+CASES = ["loss", "prompts", "checkpointed", "reentrant", "hidden states", "classes"]
+
+
+def _model(attention: str, kind: Any = transformers.LlamaForCausalLM, **options: Any) -> Any:
+    torch.manual_seed(7)
+    config = kind.config_class(**SHAPE | options, attn_implementation=attention)
+    return kind(config).train()
+
+
+def _batch(rank: int) -> dict[str, torch.Tensor]:
+    """Padded rows, of which all long ones begin alike."""
+    width, places = BATCHES[rank]
+    generator = torch.Generator().manual_seed(rank)
+    tokens, mask = torch.full((len(places), width), PAD), torch.zeros(len(places), width, dtype=torch.int64)
+    prompt = torch.randint(1, VOCABULARY, (100,), generator=torch.Generator().manual_seed(9))
+    for row, (first, end) in enumerate(places):
+        tokens[row, first:end] = torch.randint(1, VOCABULARY, (end - first,), generator=generator)
+        tokens[row, first : min(end, first + 100)] = prompt[: min(end - first, 100)]
+        mask[row, first:end] = 1
+    labels = tokens.masked_fill(mask == 0, -100)
+    for row, (first, end) in enumerate(places):
+        labels[row, first : first + (end > first)] = -100  # padding before it has no target
+    return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+def _case(name: str, attention: str) -> tuple[Any, Callable[[int], dict[str, Any]]]:
+    """The model of a case, and its batch on a rank."""
+    if name == "classes":
+        model = _model(attention, transformers.LlamaForSequenceClassification, num_labels=3)
+        rows = [_batch(rank) for rank in range(len(BATCHES))]
+        # A row of padding alone has no last token, also without distca.
+        kept = [rows[rank]["attention_mask"].any(1) if rank < 2 else torch.tensor([True, False]) for rank in range(3)]
+        rows[2]["attention_mask"][0, :2], rows[2]["input_ids"][0, :2] = 1, torch.tensor([5, 9])
+        of_rows = [
+            {key: of[key][keep] for key in ("input_ids", "attention_mask")} for of, keep in zip(rows, kept, strict=True)
+        ]
+        return model, lambda rank: of_rows[rank] | {"labels": torch.arange(len(of_rows[rank]["input_ids"])) % 3}
+    model = _model(attention)
+    if name in ("checkpointed", "reentrant"):
+        model.gradient_checkpointing_enable({"use_reentrant": name == "reentrant"})
+    return model, lambda rank: _batch(rank) | {"output_hidden_states": name == "hidden states"}
+
+
+def _outputs(model: Any, batch: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor], torch.Tensor]:
+    """Loss, gradients, and the results of all rows that are no padding."""
+    output = model(**batch)
+    loss = output.loss if bool((batch["labels"] != -100).any()) else output.logits.sum() * 0  # else it is NaN
+    loss.backward()
+    found = [output.logits, *(output.hidden_states or ())]
+    if output.logits.dim() == 3:
+        found = [rows[batch["attention_mask"].bool()].flatten() for rows in found]
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), gradients, torch.cat([rows.detach().flatten() for rows in found])
+
+
+def _on_ranks() -> list[Any]:
+    results = []
+    with distca.init(max_tokens=450, heads=HEADS, timeout=60) as context:
+        for name in CASES:
+            model, batch = _case(name, "distca")
+            hf.unpad(model, share_prompts=name == "prompts", tolerance=0.01, min_rows=1)
+            before = context.step
+            results.append((*_outputs(model, batch(context.rank)), context.step - before))
+    return results
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[list[Any]]:
+    return launch(_on_ranks, ranks=3)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_have_the_results_of_the_models_own_attention_on_padded_batches(name: str, ranks) -> None:
+    for rank, of_rank in enumerate(ranks):
+        model, batch = _case(name, "sdpa")
+        loss, gradients, rows = _outputs(model, batch(rank))
+        rank_loss, rank_gradients, rank_rows, steps = of_rank[CASES.index(name)]
+        assert rank_loss == pytest.approx(loss, rel=1e-6)
+        assert (rank_rows - rows).norm() <= 2e-6 * rows.norm()
+        assert rank_gradients.keys() == gradients.keys()
+        for parameter, expected in gradients.items():
+            assert (rank_gradients[parameter] - expected).norm() <= 1e-5 * expected.norm(), parameter
+        recomputed = name in ("checkpointed", "reentrant")
+        assert steps == 2 * (3 if recomputed else 2), "attention went another way"
+
+
+# ---- one process ----
+
+
+@pytest.fixture
+def one_rank():
+    with distca.init(max_tokens=600, heads=HEADS) as context:
+        yield context
+
+
+def _rows_of(model: Any, batch: dict[str, Any]) -> int:
+    """How many rows the model's layers compute."""
+    seen: list[int] = []
+    hook = model.get_decoder().layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    with torch.no_grad():
+        model(**batch)
+    hook.remove()
+    (rows,) = seen
+    return rows
+
+
+def test_padding_and_beginnings_that_are_alike_are_not_computed(one_rank) -> None:
+    batch = _batch(1)
+    assert _rows_of(_model("sdpa"), batch) == 150
+    assert _rows_of(hf.unpad(_model("distca")), batch) == 150 + 111
+    assert _rows_of(hf.unpad(_model("distca"), share_prompts=True), batch) == 150 + 11
+    batch["input_ids"][0, 15] = 1 + batch["input_ids"][0, 15] % (VOCABULARY - 1)  # 15 rows are too few to be shared
+    assert _rows_of(hf.unpad(_model("distca"), share_prompts=True), batch) == 150 + 111
+
+
+def test_documents_that_are_alike_have_a_row_of_their_own_each(one_rank) -> None:
+    tokens = torch.arange(1, 31).repeat(3, 1)
+    tokens[2, 25] = 40
+    batch = {"input_ids": tokens}
+    model = hf.unpad(_model("distca"), share_prompts=True)
+    assert _rows_of(model, batch) == 30 + 1 + 5
+    assert torch.allclose(model(**batch).logits, _model("sdpa")(**batch).logits, atol=1e-6)
+
+
+def test_position_ids_tell_packed_documents_apart_beside_padding(one_rank) -> None:
+    tokens = torch.randint(1, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(4))
+    mask = torch.ones_like(tokens)
+    mask[1, :3], mask[1, 10:] = 0, 0
+    positions = torch.tensor([[*range(5), *range(7)], [9, 9, 9, *range(2), *range(5), 0, 0]])
+    logits = hf.unpad(_model("distca"))(tokens, attention_mask=mask, position_ids=positions).logits
+    alone = _model("sdpa").eval()
+    for row, first, end in ((0, 0, 5), (0, 5, 12), (1, 3, 5), (1, 5, 10)):
+        expected = alone(tokens[row : row + 1, first:end]).logits
+        assert torch.allclose(logits[row, first:end], expected[0], atol=1e-6)
+
+
+def test_routers_see_the_rows_that_they_see_without_it(one_rank) -> None:
+    options = {"num_local_experts": 4, "router_aux_loss_coef": 0.5, "output_router_logits": True}
+    batch, losses = _batch(0), []
+    for attention in ("sdpa", "distca"):
+        model = _model(attention, transformers.MixtralForCausalLM, **options)
+        output = (hf.unpad(model) if attention == "distca" else model)(**batch)
+        losses.append((output.loss.item(), output.aux_loss.item()))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert losses[0][1] > 0
+    shared = hf.unpad(_model("distca", transformers.MixtralForCausalLM, **options), share_prompts=True)
+    with pytest.raises(distca.InvalidArgumentError, match="routers' loss counts shared rows once"):
+        shared(**batch)
+
+
+def test_a_graph_of_the_whole_model_leaves_the_packing_out(one_rank) -> None:
+    batch = _batch(0)
+    expected = _model("sdpa")(**batch).loss
+    compiled = torch.compile(hf.unpad(_model("distca")), backend="eager")
+    assert compiled(**batch).loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+LOCAL: dict[str, Callable[[Any, dict[str, torch.Tensor]], Any]] = {
+    "generate": lambda model, batch: model.generate(**batch, max_new_tokens=3, do_sample=False),
+    "generate without a cache": lambda model, batch: model.generate(
+        **batch, max_new_tokens=3, do_sample=False, use_cache=False
+    ),
+    "use_cache": lambda model, batch: model(**batch, use_cache=True).logits[batch["attention_mask"].bool()],
+    "a cache": lambda model, batch: model(
+        **batch, past_key_values=transformers.DynamicCache(config=model.config)
+    ).logits[batch["attention_mask"].bool()],
+    "local": lambda model, batch: _locally(model, batch),
+}
+
+
+def _locally(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    with hf.local():
+        return model(**batch).logits[batch["attention_mask"].bool()]
+
+
+@pytest.mark.parametrize("how", LOCAL)
+def test_one_rank_may_compute_alone(how: str, one_rank) -> None:
+    batch = {name: _batch(0)[name] for name in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        found, expected = (LOCAL[how](model.eval(), batch) for model in (hf.unpad(_model("distca")), _model("sdpa")))
+    assert torch.equal(found, expected)
+    assert one_rank.step == 0
+
+
+def test_without_a_context_and_with_another_attention_a_model_is_as_before() -> None:
+    batch, model = _batch(0), hf.unpad(_model("distca"))
+    keep = batch["attention_mask"].bool()
+    expected = _model("sdpa")(**batch).logits[keep]
+    assert torch.equal(model.eval()(**batch).logits[keep], expected)
+    with distca.init(max_tokens=600, heads=HEADS) as context:
+        model.set_attn_implementation("sdpa")
+        assert torch.equal(model.train()(**batch).logits[keep], expected)
+        assert context.step == 0
+
+
+def test_copies_of_a_model_pack_and_a_plan_counts_before_it(one_rank) -> None:
+    model, batch = copy.deepcopy(hf.unpad(_model("distca"))), _batch(0)
+    assert _rows_of(model, batch) == 20 + 5 + 16
+    packed = {"input_ids": torch.arange(1, 9)[None], "position_ids": torch.arange(8)[None]}
+    assert _rows_of(model, hf.plan_inputs(packed, model)) == 8
+
+
+def _without(model: Any, name: str) -> Any:
+    return model(**{key: value for key, value in _batch(0).items() if key != name})
+
+
+TOKENS = torch.ones(2, 4, dtype=torch.int64)
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "a hole": (
+        lambda: hf.unpad(_model("distca"))(TOKENS, attention_mask=torch.tensor([[1, 1, 1, 1], [1, 0, 1, 1]])),
+        "hides rows of row 1 of the batch between others",
+    ),
+    "a mask of pairs": (
+        lambda: hf.unpad(_model("distca"))(TOKENS, attention_mask=torch.ones(2, 1, 4, 4)),
+        r"takes attention_mask \[2, 4\], as of its rows, and not \[2, 1, 4, 4\]",
+    ),
+    "positions that do not begin at 0": (
+        lambda: hf.unpad(_model("distca"))(TOKENS, position_ids=torch.arange(3, 7)[None]),
+        "position_ids of row 0 of the batch do not count each document from 0",
+    ),
+    "positions of other rows": (
+        lambda: hf.unpad(_model("distca"))(TOKENS, position_ids=torch.arange(5)[None]),
+        r"position_ids are \[1, 5\], must be \[2, 4\]",
+    ),
+    "embeddings with shared prompts": (
+        lambda: hf.unpad(_model("distca"), share_prompts=True)(inputs_embeds=torch.ones(2, 4, 32)),
+        "finds rows that are alike by their tokens, and this model gets inputs_embeds",
+    ),
+    "a wrapper": (
+        lambda: hf.unpad(torch.nn.parallel.DataParallel(_model("distca"))),
+        "not DataParallel.*wrap the model by DDP or FSDP after unpad",
+    ),
+    "another attention": (lambda: hf.unpad(_model("sdpa")), r'set_attn_implementation\("distca"\)'),
+    "halves": (lambda: hf.unpad(hf.ping_pong(_model("distca"))), "the model is in ping-pong"),
+    "an encoder with shared prompts": (
+        lambda: hf.unpad(_model("distca", is_causal=False), share_prompts=True),
+        "share_prompts is for causal models",
+    ),
+    "a model that counts rows": (
+        lambda: hf.unpad(
+            transformers.BloomForCausalLM(
+                transformers.BloomConfig(vocab_size=9, hidden_size=8, n_layer=1, n_head=2, attn_implementation="distca")
+            )
+        )(TOKENS),
+        "takes no position_ids: it counts the rows of the tensor",
+    ),
+    "no tokens": (lambda: hf.unpad(_model("distca"))(attention_mask=TOKENS), r"takes input_ids \[B, L\]"),
+    "a graph of everything": (
+        lambda: torch.compile(hf.unpad(_model("distca")), backend="eager", fullgraph=True)(TOKENS),
+        r"outside of graphs \(hf.unpad\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_it_cannot_take_is_refused_with_what_to_do(what: str, one_rank) -> None:
+    call, said = REFUSED[what]
+    with pytest.raises(Exception, match=said) as caught:
+        call()
+    assert what == "a graph of everything" or isinstance(caught.value, distca.InvalidArgumentError)
+    assert one_rank.step == 0
