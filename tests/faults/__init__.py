@@ -29,6 +29,7 @@ from faults import (
     titan,
     torch_pipelines,
     training,
+    unpadding,
     verifying,
     watching,
 )
@@ -55,6 +56,7 @@ FAULTS = [
     *tiles.FAULTS,
     *training.FAULTS,
     *models.FAULTS,
+    *unpadding.FAULTS,
     *verifying.FAULTS,
     *watching.FAULTS,
     *tcp.FAULTS,

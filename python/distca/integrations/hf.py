@@ -314,7 +314,7 @@ def _checked_plan(
 
 
 def _check_call(query: torch.Tensor, key: torch.Tensor, plan: Plan, dropout: float, kwargs: dict[str, Any]) -> None:
-    # Messages with numbers of rows are made where they are needed alone: a graph of any number of rows cannot make them.
+    # Messages with numbers of rows are made only where they are raised: a graph of any number of rows cannot make one.
     batch, _, num_rows, _ = query.shape
     if batch != 1:
         refuse(
