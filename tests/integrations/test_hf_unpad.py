@@ -12,21 +12,11 @@ import transformers
 
 import distca
 from distca.integrations import hf
+from support.models import GQA, SIZES, VOCABULARY
 from support.ranks import launch
 
-VOCABULARY, PAD = 61, 0
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": PAD,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
-HEADS = distca.Heads(q=4, kv=2, dim=8)
+PAD = 0
+HEADS = GQA
 #: For each rank's batch its width, and the places of each row's document: (first row, end). Rank 1 has long ones, and
 #: in its third row padding alone; all of rank 2's is padding.
 BATCHES = [
@@ -39,7 +29,7 @@ CASES = ["loss", "prompts", "checkpointed", "reentrant", "hidden states", "class
 
 def _model(attention: str, kind: Any = transformers.LlamaForCausalLM, **options: Any) -> Any:
     torch.manual_seed(7)
-    config = kind.config_class(**SHAPE | options, attn_implementation=attention)
+    config = kind.config_class(**SIZES | {"pad_token_id": PAD} | options, attn_implementation=attention)
     return kind(config).train()
 
 
@@ -237,8 +227,16 @@ def test_copies_of_a_model_pack_and_a_plan_counts_before_it(one_rank) -> None:
     assert _rows_of(model, hf.plan_inputs(packed, model)) == 8
 
 
-def _without(model: Any, name: str) -> Any:
-    return model(**{key: value for key, value in _batch(0).items() if key != name})
+def test_a_pooler_s_result_is_left_as_it_is(one_rank) -> None:
+    tokens, mask = torch.arange(1, 41)[None], torch.ones(1, 40, dtype=torch.int64)
+    mask[0, 32:] = 0  # as many rows as the result is wide
+    options = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0, "num_key_value_heads": None}
+    with distca.init(max_tokens=64, heads=distca.Heads(4, 4, 8), name="encoder"):
+        model = hf.unpad(_model("distca", transformers.BertModel, head_dim=None, **options), distca_context="encoder")
+        output = model(tokens, attention_mask=mask)
+    expected = _model("sdpa", transformers.BertModel, head_dim=None, **options)(tokens, attention_mask=mask)
+    assert torch.allclose(output.pooler_output, expected.pooler_output, atol=1e-6)
+    assert torch.allclose(output.last_hidden_state[0, :32], expected.last_hidden_state[0, :32], atol=1e-5)
 
 
 TOKENS = torch.ones(2, 4, dtype=torch.int64)

@@ -27,10 +27,11 @@ from transformers.utils import ModelOutput
 
 from distca.current import Current
 from distca.integrations.hf_batches import context_of_all, plan_of, without_adapters
-from distca.integrations.hf_bidirectional import bidirectional_rows
+from distca.integrations.hf_bidirectional import bidirectional_rows, has_marks
 from distca.integrations.hf_forward import UNPADS, packed_part, parameters_of, wants_routers, with_plan
 from distca.integrations.hf_limits import check_model, examine
 from distca.integrations.hf_models import mask_of, refuse, takes_plans
+from distca.integrations.hf_ping_pong import InHalves
 from distca.planner.exchange import gathered_lengths
 from distca.planner.layout import PADDING, Layout
 from distca.registry import get_context
@@ -78,7 +79,7 @@ def unpad(model: Model, *, share_prompts: bool = False, distca_context: str = "d
     )
     assert isinstance(base, PreTrainedModel)
     refuse(
-        hasattr(base, "takes_halves"),
+        isinstance(base, InHalves),
         "the model is in ping-pong, whose halves are of packed rows: use PlanInputs with packed batches, or leave out "
         "hf.ping_pong",
     )
@@ -200,7 +201,8 @@ class _Batch:
         """The results of packed rows as those of the batch, with zeros in its padding."""
         if isinstance(value, ModelOutput):
             for name, of in value.items():
-                value[name] = self.padded(of)
+                if name != "pooler_output":  # of a whole document, whatever its numbers
+                    value[name] = self.padded(of)
         elif isinstance(value, tuple | list):
             return type(value)(self.padded(of) for of in value)
         elif isinstance(value, torch.Tensor) and value.shape[:2] == (1, len(self.kept)):
@@ -250,14 +252,17 @@ def _batch_of(model: PreTrainedModel, given: Mapping[str, Any], share_prompts: b
     )
     assert isinstance(tokens, torch.Tensor)
     shape = tokens.shape[0], tokens.shape[1]
+    positions = None if _has_axes(given) else _positions(given.get("position_ids"), shape)
     places = [
         torch.arange(begin, end) + row * shape[1]
         for row, (first, last) in enumerate(_ends(given.get("attention_mask"), shape))
-        for begin, end in _documents(given.get("position_ids"), shape, row, first, last)
+        for begin, end in _documents(positions, row, first, last)
     ]
     empty = torch.zeros(0, dtype=torch.int64)
-    of_documents = {name: _packed(value, shape, torch.cat([empty, *places])) for name, value in given.items()}
-    bidirectional = bidirectional_rows(model.config, of_documents, [len(of) for of in places])
+    bidirectional: list[int] = []
+    if has_marks(model.config):
+        of_documents = {name: _packed(value, shape, torch.cat([empty, *places])) for name, value in given.items()}
+        bidirectional = bidirectional_rows(model.config, of_documents, [len(of) for of in places])
     if share_prompts:
         refuse(bool(bidirectional), "share_prompts is for causal models: rows of this batch see those after them")
         refuse(
@@ -312,15 +317,23 @@ def _ends(attention_mask: Any, shape: tuple[int, int]) -> list[tuple[int, int]]:
     return found
 
 
-def _documents(position_ids: Any, shape: tuple[int, int], row: int, first: int, end: int) -> list[tuple[int, int]]:
-    """The ends of the documents in rows [first, end) of a row of the batch."""
-    if position_ids is None or first == end or position_ids.dim() == 3:
-        return [(first, end)] if first < end else []
+def _positions(position_ids: Any, shape: tuple[int, int]) -> torch.Tensor | None:
+    """The positions that a batch has, int64 [B, L] on the CPU."""
+    if position_ids is None:
+        return None
     refuse(
         position_ids.dim() != 2 or position_ids.shape[0] not in (1, shape[0]) or position_ids.shape[1] != shape[1],
         f"position_ids are {[*position_ids.shape]}, must be {[*shape]}",
     )
-    positions = position_ids.expand(shape)[row, first:end].cpu()
+    positions: torch.Tensor = position_ids.cpu().long().expand(shape)
+    return positions
+
+
+def _documents(positions_of_rows: torch.Tensor | None, row: int, first: int, end: int) -> list[tuple[int, int]]:
+    """The ends of the documents in rows [first, end) of a row of the batch."""
+    if positions_of_rows is None or first == end:
+        return [(first, end)] if first < end else []
+    positions = positions_of_rows[row, first:end]
     if torch.equal(positions, torch.arange(first, end)):  # as transformers counts where it gets none
         return [(first, end)]
     starts = [*(positions == 0).nonzero().flatten().tolist(), end - first]
