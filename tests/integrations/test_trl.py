@@ -94,3 +94,8 @@ def test_ranks_have_the_losses_and_weights_of_ranks_without_distca(folder: Path,
             continue
         times = 2 if "checkpoints" in case else 1  # recomputed rows are counted again
         assert rows < times * kept if "shared" in case else rows == times * kept
+
+
+def test_answers_that_share_a_prompt_are_computed_with_it_once(folder: Path) -> None:
+    for apart, shared in zip(_ranks(folder, "grpo", 2), _ranks(folder, "grpo_shared", 2), strict=True):
+        assert shared["rows"]["computed"] < apart["rows"]["computed"]  # both generate the same

@@ -27,6 +27,21 @@ import trl_sft
 
 STEPS = 3
 DOCUMENTS = 48
+#: What all trainers here have in common, those of trl_program.py too.
+OPTIONS: dict[str, Any] = {
+    "use_cpu": True,
+    "ddp_backend": "gloo",
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "max_steps": STEPS,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant",
+    "adam_epsilon": 1e-5,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+}
 
 
 @dataclasses.dataclass
@@ -110,21 +125,6 @@ def trained(case: Case, folder: Path, plain: bool) -> dict[str, Any]:
     model.model.layers[0].register_forward_pre_hook(count_computed)
     if plain:
         model.model.register_forward_pre_hook(count_kept, with_kwargs=True)
-    options: dict[str, Any] = {
-        "use_cpu": True,
-        "ddp_backend": "gloo",
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "per_device_train_batch_size": 4,
-        "max_steps": STEPS,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "constant",
-        "adam_epsilon": 1e-5,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
     arguments: dict[str, Any] = {"reward_funcs": reward} if case.trainer in ("GRPO", "RLOO") else {}
     if case.trainer in ("DPO", "KTO") and not case.lora:
         arguments["ref_model"] = reference
@@ -133,7 +133,9 @@ def trained(case: Case, folder: Path, plain: bool) -> dict[str, Any]:
         torch.manual_seed(8)  # the seed of the adapters' weights
     trainer = getattr(trl, f"{case.trainer}Trainer")(
         model=model,
-        args=getattr(trl, f"{case.trainer}Config")(str(folder), **options | case.options),
+        args=getattr(trl, f"{case.trainer}Config")(
+            str(folder), **OPTIONS | {"per_device_train_batch_size": 4} | case.options
+        ),
         train_dataset=data_of(case.trainer),
         processing_class=tokenizer,
         **arguments,

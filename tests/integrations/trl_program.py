@@ -35,7 +35,6 @@ import trl_sft
 from support.forked_ranks import forked, forked_ranks, wait_for
 
 MAX_LENGTH = 96
-STEPS = 3
 WINDOW = 16
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content + ' <eos> ' }}"
@@ -144,20 +143,9 @@ class UnderDistca(PlanInputs, SFTTrainer):
 def trained(case: Case, folder: Path, alone: bool) -> dict[str, Any]:
     tokenizer = trl_sft.tokenizer_of([" ".join(trl_sft.WORDS)])
     tokenizer.chat_template = CHAT_TEMPLATE
-    options: dict[str, Any] = {
-        "use_cpu": True,
+    options = trl_padded.OPTIONS | {
         "ddp_backend": None if alone else "gloo",
-        "bf16": False,
-        "gradient_checkpointing": False,
         "per_device_train_batch_size": 2 * (case.ranks if alone else 1),
-        "max_steps": STEPS,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "constant",
-        "adam_epsilon": 1e-5,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
     }
     options |= case.options | (case.alone if alone else {})
     model = model_of(case.model, "sdpa" if alone else "distca", tokenizer)
