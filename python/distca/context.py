@@ -12,12 +12,14 @@ from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from distca import _C
 from distca.errors import refusals_told
 from distca.heads import LayerHeads, shapes_of
 from distca.max_logits import MaxLogits
 from distca.planner.cost import CostModel
+from distca.planner.exchange import Exchange as LengthsExchange
 from distca.planner.memory import SLOTS
 from distca.recording import Recording
 from distca.registry import Registered, closed_names, find_context, open_contexts
@@ -55,6 +57,7 @@ class Context(Registered):
         layer_heads: the heads of all layers, as `plans` takes them: `heads`, or a mapping from each window.
         cost: the default cost model of its plans.
         nsys: whether its operators are NVTX ranges.
+        timeout: seconds after which a silent peer is an error; None if whoever made the context did not say.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Context(Registered):
         watch: FaultWatch | None = None,
         nsys: bool = False,
         emulation: ModuleType | None = None,
+        timeout: float | None = None,
     ) -> None:
         self._core: _C.Context | None = core
         self._exchange, self._watch = exchange, watch
@@ -87,6 +91,8 @@ class Context(Registered):
         self.heads, self.layer_heads = shapes[0], dict(heads) if isinstance(heads, Mapping) else heads
         self.cost = cost
         self.nsys = nsys
+        self.timeout = timeout
+        self._lengths_exchange: LengthsExchange | None = None
         self._finder: MaxLogits | None = None  # what `max_logits` has made, while it is in use
         self._is_recording = False
         self._short_heap_is_noted = threading.Lock()  # never released; plans may be made in several threads
@@ -136,6 +142,17 @@ class Context(Registered):
         """
         if self._core is not None:
             self._core.abandon(step, why)
+
+    def lengths_exchange(self, group: dist.ProcessGroup | None = None) -> LengthsExchange | None:
+        """The private group over which the ranks tell each other the lengths of their documents, for integrations that
+        plan in a call of the model. The first call makes it, on all ranks. None if this rank is alone.
+
+        Args:
+            group: the ranks of the context, in its order; by default all.
+        """
+        if self._lengths_exchange is None and self.num_ranks > 1:
+            self._lengths_exchange = LengthsExchange(group, self.timeout)
+        return self._lengths_exchange
 
     def check(self) -> None:
         """Raises the fault that this rank has met, if any, and waits for nothing.
@@ -243,6 +260,8 @@ class Context(Registered):
             _C.remove_context(self.name)
             if self._exchange is not None:
                 self._exchange.close()
+            if self._lengths_exchange is not None:
+                self._lengths_exchange.close()
             _log.info("context %r: closed after %d steps", self.name, self._last_step)
 
     def __enter__(self) -> Context:

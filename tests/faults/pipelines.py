@@ -274,7 +274,7 @@ FAULTS = [
     Fault(
         "rows of padding get those of the first document",
         "python/distca/planner/halves.py",
-        "    of_row = torch.full((halves[0]._whole.num_rows(rank),), len(rows))",
+        '    of_row = torch.full((halves[0]._whole.num_rows(rank),), len(rows), device="cpu")',
         "    of_row = torch.zeros(halves[0]._whole.num_rows(rank), dtype=torch.int64)",
         (HALVED_PLANS,),
     ),

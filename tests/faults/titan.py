@@ -79,15 +79,15 @@ FAULTS = [
     Fault(
         "each rank of a trainer plans as if all had its own documents",
         EXCHANGE,
-        "dist.all_gather_object(of_ranks, mine, group)",
-        "dist.all_gather_object(list(of_ranks), mine, group)",
+        "else exchange.words(mine, exchange.counts(len(mine)))",
+        "else [mine] * exchange.num_ranks",
         (TRAINER_OF_HF,),
     ),
     Fault(
         "a rank refuses its batch before it has told the others",
         EXCHANGE,
-        "mine = str(error)",
-        "raise",
+        "        failed = None if refused else error",
+        "        raise",
         (f"{TRAINER_OF_HF}::test_all_ranks_refuse_a_batch_that_one_rank_has_packed_wrongly",),
     ),
     Fault(

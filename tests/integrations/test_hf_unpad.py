@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -160,6 +161,73 @@ def test_position_ids_tell_packed_documents_apart_beside_padding(one_rank) -> No
         assert torch.allclose(logits[row, first:end], expected[0], atol=1e-6)
 
 
+def test_the_first_of_four_axes_of_positions_tells_packed_documents_apart() -> None:
+    """As in transformers: it counts the rows of text, and the other three are of images."""
+    kind = transformers.Qwen2_5_VLTextModel
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    tokens = torch.randint(1, VOCABULARY, (1, 12), generator=torch.Generator().manual_seed(4))
+    positions = torch.tensor([[*range(7), *range(5)]]).expand(4, 1, 12)
+    options = {"rope_parameters": rope, "head_dim": None, "num_attention_heads": 4, "num_key_value_heads": 2}
+    with distca.init(max_tokens=64, heads=distca.Heads(4, 2, 8), name="axes"):
+        model = hf.unpad(_model("distca", kind, **options), distca_context="axes")
+        found = model(tokens, position_ids=positions).last_hidden_state
+    plain = _model("sdpa", kind, **options)
+    for first, end in ((0, 7), (7, 12)):
+        assert torch.allclose(found[0, first:end], plain(tokens[:, first:end]).last_hidden_state[0], atol=1e-6)
+
+
+def test_results_of_streams_are_padded_as_those_of_rows(one_rank) -> None:
+    options: dict[str, Any] = {"hidden_size_per_layer_input": 4, "altup_num_inputs": 3, "laurel_rank": 2}
+    options |= {
+        "num_kv_shared_layers": 0,
+        "layer_types": ["full_attention"] * 2,
+        "vocab_size_per_layer_input": VOCABULARY,
+    }
+    options |= {"activation_sparsity_pattern": [0.0] * 2, "intermediate_size": [48] * 2}
+    batch = {name: _batch(0)[name] for name in ("input_ids", "attention_mask")}
+    found, expected = (
+        model(**batch, output_hidden_states=True).hidden_states
+        for model in (
+            hf.unpad(_model("distca", transformers.Gemma3nForCausalLM, **options)),
+            _model("sdpa", transformers.Gemma3nForCausalLM, **options),
+        )
+    )
+    keep = batch["attention_mask"].bool()
+    assert [rows.shape for rows in found] == [rows.shape for rows in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.allclose(ours[..., keep, :], theirs[..., keep, :], atol=1e-5)
+
+
+def test_pytorch_s_default_device_is_of_no_account(one_rank) -> None:
+    batch, model = _batch(0), hf.unpad(_model("distca"), share_prompts=True)
+    batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    packed = {"input_ids": torch.arange(1, 9)[None], "position_ids": torch.arange(8)[None]}
+    with torch.no_grad():
+        expected, expected_packed = model(**batch).loss, model(**hf.plan_inputs(packed, model)).logits
+        with torch.device("meta"):
+            assert torch.equal(model(**batch).loss, expected)
+            assert torch.equal(model(**hf.plan_inputs(packed, model)).logits, expected_packed)
+
+
+def test_an_empty_cache_in_training_is_left_out(one_rank) -> None:
+    batch, model = _batch(0), hf.unpad(_model("distca"))
+    loss = model(**batch, past_key_values=transformers.DynamicCache(config=model.config), use_cache=True).loss
+    assert one_rank.step == SIZES["num_hidden_layers"]
+    assert loss.item() == pytest.approx(_model("sdpa")(**batch).loss.item(), rel=1e-6)
+
+
+def test_a_cache_that_a_planned_call_did_not_make_is_missed(one_rank) -> None:
+    model = hf.unpad(_model("distca")).eval()
+    with torch.no_grad():
+        output = model(torch.arange(1, 9)[None])
+        with pytest.raises(distca.InvalidArgumentError, match="which makes none: pass use_cache=True to that call"):
+            model(torch.tensor([[5]]), past_key_values=output.past_key_values)
+        assert model(torch.arange(1, 9)[None], use_cache=False).past_key_values is None
+        first = model(torch.arange(1, 9)[None], use_cache=True)
+        again = model(torch.tensor([[9]]), past_key_values=first.past_key_values)
+        assert torch.allclose(again.logits[0, 0], model(torch.arange(1, 10)[None]).logits[0, -1], atol=1e-6)
+
+
 def test_routers_see_the_rows_that_they_see_without_it(one_rank) -> None:
     options = {"num_local_experts": 4, "router_aux_loss_coef": 0.5, "output_router_logits": True}
     batch, losses = _batch(0), []
@@ -227,16 +295,44 @@ def test_copies_of_a_model_pack_and_a_plan_counts_before_it(one_rank) -> None:
     assert _rows_of(model, hf.plan_inputs(packed, model)) == 8
 
 
-def test_a_pooler_s_result_is_left_as_it_is(one_rank) -> None:
+ENCODER: dict[str, Any] = {
+    "attention_probs_dropout_prob": 0.0,
+    "hidden_dropout_prob": 0.0,
+    "num_key_value_heads": None,
+    "head_dim": None,
+}
+
+
+@pytest.fixture
+def encoder_rank():
+    with distca.init(max_tokens=64, heads=distca.Heads(4, 4, 8), name="encoder") as context:
+        yield context
+
+
+@pytest.mark.parametrize("rows", [1, 32, 40])
+@pytest.mark.parametrize("as_tuple", [False, True])
+def test_a_pooler_gets_padded_rows(as_tuple: bool, rows: int, encoder_rank) -> None:
+    """As many rows as its result is wide, too, and as many as it is."""
     tokens, mask = torch.arange(1, 41)[None], torch.ones(1, 40, dtype=torch.int64)
-    mask[0, 32:] = 0  # as many rows as the result is wide
-    options = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0, "num_key_value_heads": None}
-    with distca.init(max_tokens=64, heads=distca.Heads(4, 4, 8), name="encoder"):
-        model = hf.unpad(_model("distca", transformers.BertModel, head_dim=None, **options), distca_context="encoder")
-        output = model(tokens, attention_mask=mask)
-    expected = _model("sdpa", transformers.BertModel, head_dim=None, **options)(tokens, attention_mask=mask)
-    assert torch.allclose(output.pooler_output, expected.pooler_output, atol=1e-6)
-    assert torch.allclose(output.last_hidden_state[0, :32], expected.last_hidden_state[0, :32], atol=1e-5)
+    mask[0, rows:] = 0
+    model = hf.unpad(_model("distca", transformers.BertModel, **ENCODER), distca_context="encoder")
+    found = model(tokens, attention_mask=mask, return_dict=not as_tuple)
+    expected = _model("sdpa", transformers.BertModel, **ENCODER)(tokens, attention_mask=mask, return_dict=not as_tuple)
+    assert isinstance(found, tuple) == as_tuple
+    assert torch.allclose(found[1], expected[1], atol=1e-6)
+    assert torch.allclose(found[0][0, :rows], expected[0][0, :rows], atol=1e-5)
+
+
+def test_an_encoder_with_a_pooler_sorts_documents_into_classes(encoder_rank) -> None:
+    tokens = torch.randint(1, VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(4))
+    mask = (torch.arange(20) < torch.tensor([[20], [3], [12]])).long()
+    kind, labels = transformers.BertForSequenceClassification, torch.tensor([0, 2, 1])
+    model = hf.unpad(hf.unpad(_model("distca", kind, num_labels=3, **ENCODER)), distca_context="encoder")
+    plain = _model("sdpa", kind, num_labels=3, **ENCODER)
+    found, expected = (one(tokens, attention_mask=mask, labels=labels) for one in (copy.deepcopy(model), plain))
+    assert torch.allclose(found.logits, expected.logits, atol=1e-6)
+    assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+    assert encoder_rank.step == SIZES["num_hidden_layers"]
 
 
 TOKENS = torch.ones(2, 4, dtype=torch.int64)
@@ -266,6 +362,20 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "not DataParallel.*wrap the model by DDP or FSDP after unpad",
     ),
     "another attention": (lambda: hf.unpad(_model("sdpa")), r'set_attn_implementation\("distca"\)'),
+    "no rows": (lambda: hf.unpad(_model("distca"))(TOKENS[:0]), r"of at least one row, and not \[0, 4\]"),
+    "positions in a list": (
+        lambda: hf.unpad(_model("distca"))(TOKENS, position_ids=[0, 1, 2, 3]),
+        r"position_ids are list, must be \[2, 4\]",
+    ),
+    "a number for each document": (
+        lambda: hf.unpad(_model("distca"))(TOKENS, lang_ids=torch.tensor([0, 1])),
+        "lang_ids has a number for each row of the batch",
+    ),
+    "an option that no plan has": (
+        lambda: hf.unpad(_model("distca"), tolerence=0.1),
+        "unpad has no option 'tolerence': beside its own it takes tolerance, min_rows, retain_bytes",
+    ),
+    "halves afterwards": (lambda: hf.ping_pong(hf.unpad(_model("distca"))), "padded batches have no halves"),
     "halves": (lambda: hf.unpad(hf.ping_pong(_model("distca"))), "the model is in ping-pong"),
     "an encoder with shared prompts": (
         lambda: hf.unpad(_model("distca", is_causal=False), share_prompts=True),
@@ -295,3 +405,79 @@ def test_what_it_cannot_take_is_refused_with_what_to_do(what: str, one_rank) -> 
         call()
     assert what == "a graph of everything" or isinstance(caught.value, distca.InvalidArgumentError)
     assert one_rank.step == 0
+
+
+# ---- ranks whose calls differ ----
+
+
+def _wrong_calls() -> dict[str, str]:
+    """What each rank's wrong call raises. The calls after them match again."""
+    rank, found = torch.distributed.get_rank(), {}
+
+    def call(name: str, wrong: Callable[[], Any]) -> None:
+        try:
+            wrong()
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    model = hf.unpad(_model("distca"), min_rows=1)
+
+    def evaluated() -> Any:
+        with torch.no_grad():
+            return model(TOKENS)
+
+    def trained() -> Any:
+        return model(TOKENS).logits.sum().backward()
+
+    def locally() -> Any:
+        with hf.local():
+            return trained()
+
+    with distca.init(max_tokens=64, heads=HEADS, timeout=3) as context:
+        trained()
+        call("no rows", lambda: model(TOKENS[: rank * 2]))
+        call("another error", lambda: model(TOKENS, attention_mask=torch.ones(2, 4, device="meta" if rank else "cpu")))
+        call("gradients", trained if rank else evaluated)
+        trained()
+        found["steps"] = f"{context.step}"
+        with torch.no_grad():
+            held = model(TOKENS, use_cache=True).past_key_values
+        call("a cache", lambda: model(TOKENS, past_key_values=held))
+    with distca.init(max_tokens=64, heads=HEADS, timeout=3):
+        call("local", locally)
+    with distca.init(max_tokens=64, heads=HEADS, timeout=3):
+        trained()
+        of_ranks: list[Any] = [None, None]
+        if rank == 1:
+            call("alone", evaluated)
+        torch.distributed.all_gather_object(of_ranks, f"of rank {rank}")
+        found["another group"] = ", ".join(of_ranks)
+    return found
+
+
+@pytest.fixture(scope="module")
+def wrong_calls() -> list[dict[str, str]]:
+    return launch(_wrong_calls, ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "on_rank_0", "on_rank_1"),
+    [
+        ("no rows", *2 * ["^InvalidArgumentError: rank 0: .*of at least one row, and not \\[0, 4\\]"]),
+        ("another error", "^PeerLeftError: rank 1: NotImplementedError: .*meta", "^NotImplementedError: .*meta"),
+        ("gradients", *2 * ["^InvalidArgumentError: .*rank 1 calls the model for gradients, and rank 0 under"]),
+        ("a cache", *2 * ["^InvalidArgumentError: .*this call has a cache, or is inside of hf.local"]),
+        ("local", *2 * ["^InvalidArgumentError: .*this call has a cache, or is inside of hf.local"]),
+    ],
+)
+def test_a_call_that_one_rank_refuses_is_an_error_on_all(
+    name: str, on_rank_0: str, on_rank_1: str, wrong_calls
+) -> None:
+    for rank, said in enumerate((on_rank_0, on_rank_1)):
+        assert re.search(said, wrong_calls[rank][name], re.DOTALL), wrong_calls[rank][name]
+        assert wrong_calls[rank]["steps"] == str(4 * SIZES["num_hidden_layers"])
+
+
+def test_a_rank_that_calls_the_model_alone_waits_in_vain_and_disturbs_no_other_collective(wrong_calls) -> None:
+    assert wrong_calls[1]["alone"].startswith("PeerTimeoutError: the ranks could not exchange the lengths")
+    assert [of["another group"] for of in wrong_calls] == ["of rank 0, of rank 1"] * 2

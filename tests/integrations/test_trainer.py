@@ -207,8 +207,10 @@ def _end_early(rank: int, ranks: int, pipe: Connection, port: int) -> None:
     """The last rank has no batch."""
     join(rank, ranks, port)
     with distca.init(max_tokens=8, heads=distca.Heads(4, 2, 8), transport="torch", timeout=20.0):
+        batch = {"position_ids": torch.arange(4)[None]}
+        _Planned()._prepare_inputs(batch)
         if rank < ranks - 1:
-            pipe.send(fault_of(lambda: _Planned()._prepare_inputs({"position_ids": torch.arange(4)[None]})))
+            pipe.send(fault_of(lambda: _Planned()._prepare_inputs(batch)))
     dist.destroy_process_group()
 
 

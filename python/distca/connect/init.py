@@ -190,7 +190,9 @@ def init(
         if watch is not None or not place.is_of_all:
             core.set_job([] if place.is_of_all else place.global_ranks, None if watch is None else watch.tell)
         emulation = None if link is None else _emulation()
-        context = Context(core, heads, cost, exchange, place=place, watch=watch, nsys=nsys, emulation=emulation)
+        context = Context(
+            core, heads, cost, exchange, place=place, watch=watch, nsys=nsys, emulation=emulation, timeout=timeout
+        )
         undo.pop_all()
         return context
 

@@ -262,7 +262,7 @@ def _by_position(module: torch.nn.Module, query: torch.Tensor, plan: Plan | Plan
     positions = layout.position_ids(rank)
     if len(positions) != query.shape[2]:  # said by the check of the call
         return query
-    ratio = (factor(positions) / factor(torch.arange(len(positions)))).to(query.device)
+    ratio = (factor(positions) / factor(torch.arange(len(positions), device="cpu"))).to(query.device)
     return (query * ratio[:, None]).to(query.dtype)
 
 

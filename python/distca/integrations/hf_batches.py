@@ -52,7 +52,7 @@ def plan_inputs(
         loss = model(**distca.integrations.hf.plan_inputs(batch, model), use_cache=False).loss
 
     It is for training loops other than a transformers.Trainer, which `PlanInputs` serves. All ranks call it for each
-    batch. They exchange the lengths over torch.distributed's default group, which must be the context's.
+    batch. They exchange the lengths over a gloo group of their own. The context must have all processes.
 
     Args:
         inputs: a rank's batch: whole documents packed into one row, with their position_ids [1, T], as transformers'
@@ -69,10 +69,11 @@ def plan_inputs(
     Raises:
         InvalidArgumentError: on all ranks, if one rank's batch is packed in another way; there is no such context, or
             it does not have all processes.
-        PeerDiedError: a rank has ended, or has no further batch.
+        PeerLeftError: another rank's batch raised another error, which the message repeats.
+        PeerDiedError, PeerTimeoutError: a rank has ended, or has no further batch.
     """
     context = context_of_all(distca_context)
-    told = gathered_lengths(lambda: _told(model.config, inputs), context.num_ranks)
+    told = gathered_lengths(lambda: _told(model.config, inputs), context.lengths_exchange)
     base = without_adapters(model)
     made = plan_of(base, _TELLING.layout(told, [0] * len(told)), context, plan_options)
     positions = inputs["position_ids"] + examine(base).first_position
@@ -85,7 +86,7 @@ def without_adapters(model: Any) -> Any:
 
 
 def context_of_all(name: str) -> Context:
-    """The context of this name. It must have all processes, because they exchange lengths over the default group.
+    """The context of this name. It must have all processes, because all exchange lengths.
 
     Raises:
         InvalidArgumentError: there is no such context, or it does not have all processes.
@@ -97,8 +98,8 @@ def context_of_all(name: str) -> Context:
     if context.global_ranks != [*range(num_processes)]:
         raise InvalidArgumentError(
             f"context {context.name!r} has the processes {context.global_ranks} of {num_processes}; all are expected, "
-            "because the ranks exchange lengths over the default group: call distca.init in each process, once "
-            "torch.distributed is initialised, and without group="
+            "because all exchange lengths: call distca.init in each process, once torch.distributed is initialised, "
+            "and without group="
         )
     return context
 
@@ -138,7 +139,7 @@ def _packed_lengths(position_ids: Any) -> list[int]:
     refuse(position_ids.dim() != 2 or len(position_ids) != 1, f"position_ids are {list(position_ids.shape)}: {asked}")
     starts = [*(position_ids[0] == 0).nonzero().flatten().tolist(), position_ids.shape[1]]
     lengths = [end - begin for begin, end in itertools.pairwise(starts)]
-    whole = torch.cat([torch.arange(length) for length in (starts[0], *lengths)])
+    whole = torch.cat([torch.arange(length, device="cpu") for length in (starts[0], *lengths)])
     refuse(
         starts[0] != 0 or not torch.equal(whole, position_ids[0].cpu()),
         f"position_ids do not count each document from 0: {asked}",

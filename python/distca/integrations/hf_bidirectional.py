@@ -79,7 +79,7 @@ def bidirectional_rows(config: PreTrainedConfig, inputs: Mapping[str, Any], leng
     if not isinstance(marks, torch.Tensor) or marks.shape != (1, sum(lengths)):
         found_shape = list(marks.shape) if isinstance(marks, torch.Tensor) else type(marks).__name__
         raise InvalidArgumentError(f"plan_inputs: {name} is {found_shape}; a tensor {expected}, is expected")
-    marked = torch.isin(marks[0].cpu().long(), torch.tensor(values)).tolist()
+    marked = torch.isin(marks[0].cpu().long(), torch.tensor(values, device="cpu")).tolist()
     found, row = [], 0
     for document, length in enumerate(lengths):
         for begin, end in _runs(marked[row : row + length]):

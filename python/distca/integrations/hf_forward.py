@@ -63,8 +63,10 @@ def count_call() -> None:
         here.calls += 1
 
 
-def check_plan_not_needed(training: bool, distca_context: Context | str) -> None:
-    """Raises InvalidArgumentError in a training step of several ranks, because attention would be local."""
+def check_plan_not_needed(training: bool, distca_context: Context | str, instead: str = "") -> None:
+    """Raises InvalidArgumentError in a training step of several ranks, because attention would be local. `instead` is
+    what to do, if it is not to pass a plan.
+    """
     if not (training and torch.is_grad_enabled()):
         return
     context = find_context(distca_context)
@@ -75,12 +77,15 @@ def check_plan_not_needed(training: bool, distca_context: Context | str) -> None
         with refusals_told(context):
             refuse(
                 True,
-                f"no plan in a training step of rank {context.rank} of {context.num_ranks}: pass "
-                "plan=distca.plan(layout, heads, context=context) to the model's forward on every rank "
-                "(distca.PlanAhead makes them; for a Trainer hf.PlanInputs does, which stands before it in the bases: "
-                "class Balanced(hf.PlanInputs, Trainer); hf.unpad(model) for padded batches), or call model.eval() for "
-                "local attention",
+                f"no plan in a training step of rank {context.rank} of {context.num_ranks}: {instead or _PASS_PLAN}",
             )
+
+
+_PASS_PLAN = (
+    "pass plan=distca.plan(layout, heads, context=context) to the model's forward on every rank (distca.PlanAhead "
+    "makes them; for a Trainer hf.PlanInputs does, which stands before it in the bases: class Balanced(hf.PlanInputs, "
+    "Trainer); hf.unpad(model) for padded batches), or call model.eval() for local attention"
+)
 
 
 def refuse_other_plan(plan: object) -> NoReturn:
@@ -103,12 +108,12 @@ def with_plan(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     here: Current,
-    has_losses: bool = True,
+    is_whole: bool = True,
 ) -> Any:
     """Runs the model's forward with this plan.
 
-    `run` is the model's forward. The result is what it returns for these arguments. Where it `has_losses`, these are
-    checked, too.
+    `run` is the model's forward. The result is what it returns for these arguments. Where it `is_whole`, losses and
+    what is pooled are checked, too; a part of a model, whose results are padded again, leaves these to the caller.
 
     Raises:
         InvalidArgumentError: the plan does not express what the model asks for. It is raised before any step if that
@@ -117,7 +122,7 @@ def with_plan(
     plan, context = here
     found = find_context(context)
     with refusals_told(found):
-        _check(model, *here.rows, args, kwargs, has_losses)
+        _check(model, *here.rows, args, kwargs, is_whole)
     takes_keywords = parameters_of(type(model).forward)[1]
     _keep_plan_in_checkpoints(model)
     kwargs = {name: value for name, value in kwargs.items() if name not in ("plan", "distca_context")}
@@ -145,7 +150,8 @@ def with_plan(
     else:
         calls = forward.calls if found is None or isinstance(plan, PlanSource) else found.step - before
     _check_calls(model, calls)
-    _check_pooled(model, here.rows[0], output)
+    if is_whole:
+        check_pooled(model, here.rows[0], output)
     return output
 
 
@@ -156,7 +162,7 @@ def _check(
     rank: int,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    has_losses: bool,
+    is_whole: bool,
 ) -> None:
     names, takes_keywords = parameters_of(type(model).forward)
     inner = parameters_of(type(model.get_decoder()).forward)[0] if takes_keywords else []
@@ -165,7 +171,7 @@ def _check(
     _check_axes(model, arguments)
     _check_positions(model, layout, rank, arguments, "position_ids" in (*names, *inner))
     _check_checkpoints(model)
-    if has_losses:
+    if is_whole:
         check_loss(model, layout, arguments)
 
 
@@ -196,7 +202,7 @@ def _check_calls(model: PreTrainedModel, calls: int) -> None:
     )
 
 
-def _check_pooled(model: PreTrainedModel, layout: Layout, output: Any) -> None:
+def check_pooled(model: PreTrainedModel, layout: Layout, output: Any) -> None:
     """Refuses a pooler's result of all rows of a rank where these are not one whole document."""
     if isinstance(output, Mapping):
         pooled = next((name for name in ("pooler_output", "text_embeds") if output.get(name) is not None), None)
@@ -276,8 +282,8 @@ def _not_counted_by_rows(layout: Layout) -> str | None:
 
 def _document_rows(layout: Layout, rank: int) -> torch.Tensor:
     """Boolean [T], True for rows of documents. The positions of padding rows mean nothing."""
-    rows = [torch.full((end - begin,), document >= 0) for document, begin, end in layout.segments(rank)]
-    return torch.cat(rows) if rows else torch.ones(0, dtype=torch.bool)
+    rows = [torch.full((end - begin,), document >= 0, device="cpu") for document, begin, end in layout.segments(rank)]
+    return torch.cat(rows) if rows else torch.ones(0, dtype=torch.bool, device="cpu")
 
 
 def check_loss(model: PreTrainedModel, layout: Layout, arguments: Mapping[str, Any], in_halves: bool = False) -> None:

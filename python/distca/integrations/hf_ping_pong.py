@@ -18,7 +18,7 @@ import torch
 from distca.current import Current
 from distca.errors import InvalidArgumentError
 from distca.heads import LayerHeads
-from distca.integrations.hf_forward import with_plan
+from distca.integrations.hf_forward import UNPADS, with_plan
 from distca.integrations.hf_models import refuse
 from distca.integrations.hf_results import has_labels_of_rows, has_own_loss
 from distca.pingpong.ping_pong import greenlet_module, prepare, refuse_compiled, run_halves
@@ -90,8 +90,13 @@ def ping_pong(model: Model) -> Model:
 
     Raises:
         ImportError: the package greenlet is missing.
+        InvalidArgumentError: the model went through `unpad`, and its batches have no halves.
     """
     greenlet_module()
+    refuse(
+        any(UNPADS in part.__dict__ for part in model.modules()),
+        "the model went through hf.unpad, and padded batches have no halves: leave out one of both",
+    )
     kind = type(model)
     if not issubclass(kind, InHalves):
         model.__class__ = type(kind.__name__, (InHalves, kind), {"forward": _forward_of(kind), "__doc__": kind.__doc__})

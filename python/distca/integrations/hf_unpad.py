@@ -26,9 +26,18 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from distca.current import Current
+from distca.errors import refusals_told
 from distca.integrations.hf_batches import context_of_all, plan_of, without_adapters
 from distca.integrations.hf_bidirectional import bidirectional_rows, has_marks
-from distca.integrations.hf_forward import UNPADS, packed_part, parameters_of, wants_routers, with_plan
+from distca.integrations.hf_forward import (
+    UNPADS,
+    check_plan_not_needed,
+    check_pooled,
+    packed_part,
+    parameters_of,
+    wants_routers,
+    with_plan,
+)
 from distca.integrations.hf_limits import check_model, examine
 from distca.integrations.hf_models import mask_of, refuse, takes_plans
 from distca.integrations.hf_ping_pong import InHalves
@@ -45,15 +54,16 @@ _FEWEST_SHARED = 16
 def unpad(model: Model, *, share_prompts: bool = False, distca_context: str = "default", **plan_options: Any) -> Model:
     """Lets a model of transformers take padded batches in each call, compute their rows alone, and balance attention.
 
-    Every call of the model is then collective: the ranks exchange the lengths of their documents over
-    torch.distributed's default group, and plan. A call is as it was before where it gets a plan; it is local in
-    `generate()`, inside of `local`, with a cache or ``use_cache=True``, and where no context of this name is open. The
-    model stays as it is but for a mark; its class, weights and signature do not change.
+    Every call of the model is then collective: the ranks exchange the lengths of their documents over a gloo group of
+    their own, and plan. A call is as it was before where it gets a plan; it is local in `generate()`, inside of
+    `local`, with a cache or ``use_cache=True``, and where no context of this name is open. The model stays as it is
+    but for a mark, and a hook of its pooler if it has one; its class, weights and signature do not change.
 
     A batch has its documents in the rows of `input_ids` (or `inputs_embeds`) [B, L], and `attention_mask` [B, L], with
     padding on the left, on the right or on both sides. Without a mask all rows count. `position_ids` may tell several
-    documents in a row apart, by counting each of them from 0; padding may have any. Without them a document is counted
-    from its first row, where transformers counts padding on its left, too.
+    documents in a row apart, by counting each of them from 0; padding may have any. Those of four axes do so by their
+    first, as in transformers. A document is counted from its first row if they count padding on its left, or are left
+    out, as transformers would count then.
 
     Args:
         model: the model, made with ``attn_implementation="distca"``, or a PEFT model around it. Wrappers such as DDP go
@@ -69,7 +79,8 @@ def unpad(model: Model, *, share_prompts: bool = False, distca_context: str = "d
     Raises:
         InvalidArgumentError: here, if no plan can express the model. In a call, on all ranks, if a batch of one has
             another form.
-        PeerDiedError: in a call, if a rank has ended, or makes no further one.
+        PeerLeftError: in a call, if another rank's raised another error, which the message repeats.
+        PeerDiedError, PeerTimeoutError: in a call, if a rank has ended, or makes no further one.
     """
     base = without_adapters(model)
     refuse(
@@ -87,10 +98,18 @@ def unpad(model: Model, *, share_prompts: bool = False, distca_context: str = "d
         share_prompts and mask_of(base) == "full",
         "share_prompts is for causal models: here rows see those after them, and a prompt's rows differ by the answer",
     )
+    unknown = next((name for name in plan_options if name not in _PLAN_OPTIONS), None)
+    refuse(unknown is not None, f"unpad has no option {unknown!r}: beside its own it takes {', '.join(_PLAN_OPTIONS)}")
     part = packed_part(base)
     check_model(part, 1, Layout.from_documents([[1]]))
+    if UNPADS not in part.__dict__ and isinstance(pooler := getattr(part, "pooler", None), torch.nn.Module):
+        pooler.register_forward_pre_hook(_before_pooler)
     part.__dict__[UNPADS] = _Unpads(distca_context, share_prompts, plan_options)
     return model
+
+
+#: What `plan_options` may have.
+_PLAN_OPTIONS = ("tolerance", "min_rows", "retain_bytes")
 
 
 @contextlib.contextmanager
@@ -132,50 +151,137 @@ class _Unpads:
     share_prompts: bool
     plan_options: dict[str, Any]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def takes(self, model: PreTrainedModel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call is one of a batch to be planned."""
+        """Whether a call is one of a batch to be planned.
+
+        Raises:
+            InvalidArgumentError: it has the cache of one that was. Or it is a training step of several ranks, and none.
+        """
+        if not takes_plans(model.config) or get_context(self.context) is None:
+            return False
         given = _arguments(model, args, kwargs)
-        makes_cache = given.get("use_cache") is True and not torch.is_grad_enabled()  # some resolve it in training, too
-        with_cache = makes_cache or any(given.get(name) is not None for name in _CACHES)
-        return (
-            not with_cache
-            and not _is_local.get()
-            and takes_plans(model.config)
-            and get_context(self.context) is not None
+        caches = [given[name] for name in _CACHES if given.get(name) is not None]
+        refuse(
+            any(isinstance(cache, _NoCache) for cache in caches),
+            "the cache is of a call that planned a padded batch, which makes none: pass use_cache=True to that call, "
+            "too, or make both in distca.integrations.hf.local()",
         )
+        if torch.is_grad_enabled():  # some models make an empty cache in training, too
+            makes_cache = not all(_is_empty(cache) for cache in caches)
+        else:
+            makes_cache = bool(caches) or given.get("use_cache") is True
+        if not makes_cache and not _is_local.get():
+            return True
+        instead = (
+            "this call has a cache, or is inside of hf.local(): leave it out, and pass use_cache=False, or call "
+            "model.eval() for local attention"
+        )
+        check_plan_not_needed(model.training, self.context, instead)
+        return False
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def run(
         self, model: PreTrainedModel, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """The results of the model for a padded batch. `run` is its forward."""
-        context, given = context_of_all(self.context), _arguments(model, args, kwargs)
+        given = _arguments(model, args, kwargs)
+        batch, packed, current = self._planned(model, given)
+        asked = given.get("return_dict")
+        as_tuple = not (getattr(model.config, "return_dict", True) if asked is None else asked)
+        if as_tuple:  # the names of results tell which are of rows
+            packed["return_dict"] = True
+        pooling = _Pooling(batch)
+        token = _pooling.set(pooling)
+        try:
+            output = with_plan(model, run, (), packed, current, is_whole=False)
+        finally:
+            _pooling.reset(token)
+        if not pooling.is_done:
+            check_pooled(model, current.rows[0], output)
+        output = batch.padded(output)
+        if not isinstance(output, ModelOutput):
+            return output
+        if not torch.is_grad_enabled() and _would_make_cache(model, given):
+            output = _with_no_cache(output)
+        return output.to_tuple() if as_tuple else output
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _planned(self, model: PreTrainedModel, given: Mapping[str, Any]) -> tuple[_Batch, dict[str, Any], Current]:
+        """The rows of a padded batch, the arguments of the model for them, and the plan of all ranks."""
+        context = context_of_all(self.context)
         found: list[_Batch] = []
 
         def told() -> list[int]:
             found.append(_batch_of(model, given, self.share_prompts))
-            return found[0].told
+            return [int(torch.is_grad_enabled()), *found[0].told]
 
-        layout = _layout(gathered_lengths(told, context.num_ranks))
-        plan, (batch,) = plan_of(model, layout, context, self.plan_options), found
-        packed = {
-            name: _packed(value, batch.shape, batch.kept)
-            for name, value in given.items()
-            if name not in _OF_PADDED_ROWS
-        }
-        names = _parameters(model)
-        if "use_cache" in names:
-            packed["use_cache"] = False
-        if "position_ids" in names and not _has_axes(given):
-            positions = layout.position_ids(context.rank) + examine(model).first_position
-            packed["position_ids"] = positions[None].to(batch.kept.device)
-        return batch.padded(with_plan(model, run, (), packed, Current(plan, self.context), has_losses=False))
+        of_ranks = gathered_lengths(told, context.lengths_exchange)
+        _check_gradients([bool(words[0]) for words in of_ranks])
+        with refusals_told(context):
+            layout = _layout([words[1:] for words in of_ranks])
+            plan, (batch,) = plan_of(model, layout, context, self.plan_options), found
+            packed = _packed_arguments(model, given, batch, layout.position_ids(context.rank))
+            return batch, packed, Current(plan, self.context)
 
 
 #: What transformers calls a cache, before version 5.24 and since then.
 _CACHES = ("past_key_values", "cache")
 #: What a model is told of padded rows, and not of packed ones.
 _OF_PADDED_ROWS = ("attention_mask", "cache_position", *_CACHES)
+
+
+class _NoCache:
+    """Stands in results for the cache that a call without a plan would have made."""
+
+
+def _is_empty(cache: Any) -> bool:
+    layers = getattr(cache, "layers", None)
+    return layers is not None and not any(layer.is_initialized for layer in layers)
+
+
+def _would_make_cache(model: PreTrainedModel, given: Mapping[str, Any]) -> bool:
+    by_default = bool(getattr(model.config.get_text_config(), "use_cache", False)) and mask_of(model) == "causal"
+    return by_default and given.get("use_cache") is None and "use_cache" in _parameters(model)
+
+
+def _with_no_cache(output: ModelOutput) -> ModelOutput:
+    values = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
+    return type(output)(**values | {name: _NoCache() for name in _CACHES if name in values})
+
+
+def _check_gradients(of_ranks: Sequence[bool]) -> None:
+    if len(set(of_ranks)) == 1:
+        return
+    refuse(
+        True,
+        f"rank {of_ranks.index(True)} calls the model for gradients, and rank {of_ranks.index(False)} under "
+        "torch.no_grad(): all ranks make the same calls. One evaluates alone in distca.integrations.hf.local()",
+    )
+
+
+@dataclasses.dataclass
+class _Pooling:
+    """A call that plans a padded batch, as the hook of the model's pooler sees it.
+
+    Attributes:
+        is_done: whether the pooler has got the rows of the padded batch.
+    """
+
+    batch: _Batch
+    is_done: bool = False
+
+
+_pooling: ContextVar[_Pooling | None] = ContextVar("distca.pooling", default=None)
+
+
+def _before_pooler(_: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """A forward hook: gives the pooler of a model the rows of the padded batch in the place of packed ones."""
+    here = _pooling.get()
+    if here is None or not args or not isinstance(args[0], torch.Tensor) or args[0].dim() != 3:
+        return None  # Albert's gets the first row alone
+    here.is_done = True
+    return here.batch.padded(args[0]), *args[1:]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,12 +307,14 @@ class _Batch:
         """The results of packed rows as those of the batch, with zeros in its padding."""
         if isinstance(value, ModelOutput):
             for name, of in value.items():
-                if name != "pooler_output":  # of a whole document, whatever its numbers
+                if name != "pooler_output":  # a row for each of the batch, whatever their numbers
                     value[name] = self.padded(of)
         elif isinstance(value, tuple | list):
             return type(value)(self.padded(of) for of in value)
         elif isinstance(value, torch.Tensor) and value.shape[:2] == (1, len(self.kept)):
             return self._padded(value[0]).unflatten(0, self.shape)
+        elif isinstance(value, torch.Tensor) and value.dim() == 4 and value.shape[1:3] == (1, len(self.kept)):
+            return torch.stack([self.padded(of) for of in value])  # Gemma 3n's streams
         elif isinstance(value, torch.Tensor) and value.shape[:1] == self.kept.shape:  # as routers' logits have it
             return self._padded(value)
         return value
@@ -229,10 +337,26 @@ def _packed(value: Any, shape: tuple[int, int], kept: torch.Tensor) -> Any:
     return value
 
 
+def _packed_arguments(
+    model: PreTrainedModel, given: Mapping[str, Any], batch: _Batch, positions: torch.Tensor
+) -> dict[str, Any]:
+    """The arguments of a model for the rows that are no padding, which have these positions."""
+    packed = {
+        name: _packed(value, batch.shape, batch.kept) for name, value in given.items() if name not in _OF_PADDED_ROWS
+    }
+    names = _parameters(model)
+    if "use_cache" in names:
+        packed["use_cache"] = False
+    if "position_ids" in names and not _has_axes(given):
+        packed["position_ids"] = (positions + examine(model).first_position)[None].to(batch.kept.device)
+    return packed
+
+
 def _arguments(model: PreTrainedModel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return dict(zip(_parameters(model), args, strict=False)) | dict(kwargs)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _parameters(model: PreTrainedModel) -> list[str]:
     return parameters_of(type(model).forward)[0]
 
@@ -245,24 +369,14 @@ def _has_axes(given: Mapping[str, Any]) -> bool:
 
 def _batch_of(model: PreTrainedModel, given: Mapping[str, Any], share_prompts: bool) -> _Batch:
     """The rows of a batch. Raises InvalidArgumentError if it is not of the form that `unpad` takes."""
-    tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
-    refuse(
-        not isinstance(tokens, torch.Tensor) or tokens.dim() < 2,
-        "a model that went through hf.unpad takes input_ids [B, L], or inputs_embeds [B, L, width]",
-    )
-    assert isinstance(tokens, torch.Tensor)
-    shape = tokens.shape[0], tokens.shape[1]
-    positions = None if _has_axes(given) else _positions(given.get("position_ids"), shape)
-    places = [
-        torch.arange(begin, end) + row * shape[1]
-        for row, (first, last) in enumerate(_ends(given.get("attention_mask"), shape))
-        for begin, end in _documents(positions, row, first, last)
-    ]
-    empty = torch.zeros(0, dtype=torch.int64)
+    tokens, shape = _tokens_of(given)
+    places = _places(given, shape)
     bidirectional: list[int] = []
     if has_marks(model.config):
-        of_documents = {name: _packed(value, shape, torch.cat([empty, *places])) for name, value in given.items()}
+        kept = torch.cat([_NONE, *places])
+        of_documents = {name: _packed(value, shape, kept) for name, value in given.items()}
         bidirectional = bidirectional_rows(model.config, of_documents, [len(of) for of in places])
+    order, own = [*range(len(places))], [(-1, 0)] * len(places)
     if share_prompts:
         refuse(bool(bidirectional), "share_prompts is for causal models: rows of this batch see those after them")
         refuse(
@@ -271,28 +385,66 @@ def _batch_of(model: PreTrainedModel, given: Mapping[str, Any], share_prompts: b
             "output_router_logits=False in the model's config (in TRL: router_aux_loss_coef=0.0)",
         )
         order, own = _shared(_words(given, shape), places)
-    else:
-        order, own = [*range(len(places))], [(-1, 0)] * len(places)
-    kept: list[torch.Tensor] = []
+    kept_of_documents: list[torch.Tensor] = []
     rows: list[torch.Tensor] = []
     told, num_rows = [len(places)], 0
     for number, (parent, begin) in zip(order, own, strict=True):
-        length = len(places[number])
-        above = rows[-1][:begin] if begin else empty
-        rows.append(torch.cat([above, torch.arange(num_rows, num_rows + length - begin)]))
-        kept.append(places[number][begin:])
-        num_rows += length - begin
-        told += [parent, begin, length]
-    if not kept:  # transformers cannot run a tensor of no rows
-        kept, rows, places, order = [torch.zeros(1, dtype=torch.int64)], [empty], [empty], [0]
+        end = num_rows + len(places[number]) - begin
+        above = rows[-1][:begin] if begin else _NONE
+        rows.append(torch.cat([above, _range(num_rows, end)]))
+        kept_of_documents.append(places[number][begin:])
+        told += [parent, begin, len(places[number])]
+        num_rows = end
+    if not places:  # transformers cannot run a tensor of no rows
+        kept_of_documents, rows, places, order = [_range(0, 1)], [_NONE], [_NONE], [0]
     on = tokens.device
     return _Batch(
         shape,
-        torch.cat(kept).to(on),
+        torch.cat(kept_of_documents).to(on),
         torch.cat([places[number] for number in order]).to(on),
         torch.cat(rows).to(on),
         [*told, *bidirectional],
     )
+
+
+def _range(begin: int, end: int) -> torch.Tensor:
+    """Numbers of rows, on the CPU whatever PyTorch's default device is."""
+    return torch.arange(begin, end, device="cpu")
+
+
+#: No rows.
+_NONE = _range(0, 0)
+
+
+def _tokens_of(given: Mapping[str, Any]) -> tuple[torch.Tensor, tuple[int, int]]:
+    """The tensor of a batch's tokens or their embeddings, and (B, L)."""
+    tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+    refuse(
+        not isinstance(tokens, torch.Tensor) or tokens.dim() < 2 or 0 in tokens.shape[:2],
+        "a model that went through hf.unpad takes input_ids [B, L], or inputs_embeds [B, L, width], of at least one row"
+        + (f", and not {[*tokens.shape]}" if isinstance(tokens, torch.Tensor) else ""),
+    )
+    assert isinstance(tokens, torch.Tensor)
+    shape = tokens.shape[0], tokens.shape[1]
+    of_rows = (name for name, v in given.items() if isinstance(v, torch.Tensor) and v.shape == shape[:1])
+    other = next(of_rows, None) if shape[0] > 1 else None
+    refuse(
+        other is not None, f"{other} has a number for each row of the batch, whose documents are packed into one row"
+    )
+    return tokens, shape
+
+
+def _places(given: Mapping[str, Any], shape: tuple[int, int]) -> list[torch.Tensor]:
+    """The places of each document's rows."""
+    position_ids = given.get("position_ids")
+    if _has_axes(given):  # where there are four, the first counts rows of text and the others are of images
+        position_ids = position_ids[0] if len(position_ids) == 4 else None  # type: ignore[index, arg-type]
+    positions = _positions(position_ids, shape)
+    return [
+        _range(begin, end) + row * shape[1]
+        for row, (first, last) in enumerate(_ends(given.get("attention_mask"), shape))
+        for begin, end in _documents(positions, row, first, last)
+    ]
 
 
 def _ends(attention_mask: Any, shape: tuple[int, int]) -> list[tuple[int, int]]:
@@ -321,9 +473,10 @@ def _positions(position_ids: Any, shape: tuple[int, int]) -> torch.Tensor | None
     """The positions that a batch has, int64 [B, L] on the CPU."""
     if position_ids is None:
         return None
+    is_tensor = isinstance(position_ids, torch.Tensor)
     refuse(
-        position_ids.dim() != 2 or position_ids.shape[0] not in (1, shape[0]) or position_ids.shape[1] != shape[1],
-        f"position_ids are {[*position_ids.shape]}, must be {[*shape]}",
+        not is_tensor or position_ids.shape not in (shape, (1, shape[1])),
+        f"position_ids are {[*position_ids.shape] if is_tensor else type(position_ids).__name__}, must be {[*shape]}",
     )
     positions: torch.Tensor = position_ids.cpu().long().expand(shape)
     return positions
@@ -334,10 +487,10 @@ def _documents(positions_of_rows: torch.Tensor | None, row: int, first: int, end
     if positions_of_rows is None or first == end:
         return [(first, end)] if first < end else []
     positions = positions_of_rows[row, first:end]
-    if torch.equal(positions, torch.arange(first, end)):  # as transformers counts where it gets none
+    if torch.equal(positions, _range(first, end)):  # as transformers counts where it gets none
         return [(first, end)]
     starts = [*(positions == 0).nonzero().flatten().tolist(), end - first]
-    counted = torch.cat([torch.arange(ends - begin) for begin, ends in itertools.pairwise([0, *starts])])
+    counted = torch.cat([_range(0, ends - begin) for begin, ends in itertools.pairwise([0, *starts])])
     refuse(
         starts[0] != 0 or not torch.equal(counted, positions),
         f"position_ids of row {row} of the batch do not count each document from 0, beginning at its first row that "
@@ -360,7 +513,9 @@ def _words(given: Mapping[str, Any], shape: tuple[int, int]) -> torch.Tensor:
 
 def _shared(words: torch.Tensor, places: Sequence[torch.Tensor]) -> tuple[list[int], list[tuple[int, int]]]:
     """An order of documents in which each has its longest common beginning with the one before; and, in this order, the
-    number of the document with the row before a document's own first one, or -1, and that row's number.
+    number of the document with the row before a document's own first one, or -1, and that row's number. Between two
+    documents that begin alike only such ones stand that do so, too. So the one before has the most common rows; where
+    these are not its own, that one has them whose branch it is.
     """
     texts = [words[of] for of in places]
     lists = [text.flatten().tolist() for text in texts]

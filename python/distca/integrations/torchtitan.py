@@ -218,7 +218,7 @@ def plan_batches(
             module.layer = name
 
     def get_attention_masks(positions: torch.Tensor) -> BatchPlan:
-        of_ranks = gathered_lengths(lambda: _lengths(positions), here.num_ranks, group)
+        of_ranks = gathered_lengths(lambda: _lengths(positions), lambda: here.lengths_exchange(group))
         made = plans(Layout.from_documents(of_ranks), here.layer_heads, windows=windows, **{"context": here} | options)
         return BatchPlan(made, here)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from distca.errors import InvalidArgumentError, PeerDiedError, PeerLeftError
+from distca.errors import InvalidArgumentError, PeerDiedError, PeerLeftError, PeerTimeoutError
 
 Loaded = TypeVar("Loaded", covariant=True)
 Layouts = TypeVar("Layouts", covariant=True)
@@ -31,26 +32,32 @@ class Steps(Iterator[tuple[Loaded, Layouts]]):
 
 
 class Exchange:
-    """The private gloo group over which the ranks exchange what they have loaded."""
+    """The private gloo group over which the ranks exchange what they have loaded. All of them make it.
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    Args:
+        group: the ranks; by default all.
+        timeout: seconds to wait for the other ranks; None for torch.distributed's own limit.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout: float | None = None) -> None:
         self.group: dist.ProcessGroup | None = None
         self.num_ranks = 1
         self._of_all_ranks = group is None or group == dist.group.WORLD
         if not dist.is_initialized():
             return
+        limit = None if timeout is None else timedelta(seconds=timeout)
         if self._of_all_ranks:
-            self.group = dist.new_group(backend="gloo")
+            self.group = dist.new_group(timeout=limit, backend="gloo")
         else:
             members = dist.get_process_group_ranks(group)
-            self.group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+            self.group = dist.new_group(members, timeout=limit, backend="gloo", use_local_synchronization=True)
         self.num_ranks = dist.get_world_size(self.group)
 
     def close(self) -> None:
         """Leaves the group."""
         # A group of some ranks stays until torch.distributed ends. torch names it after its members; a second group of
         # that name would read the addresses of the first.
-        if self.group is not None and self._of_all_ranks:
+        if self.group is not None and self._of_all_ranks and dist.is_initialized():
             dist.destroy_process_group(self.group)
         self.group = None
 
@@ -131,35 +138,48 @@ class GatheredSteps(Steps[Loaded, Layouts], Generic[Loaded, Layouts]):
             ) from error
 
 
-def gathered_lengths(
-    lengths: Callable[[], list[int]], num_ranks: int, group: dist.ProcessGroup | None = None
-) -> list[list[int]]:
-    """The lengths of the documents of every rank. It is collective over the group.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def gathered_lengths(lengths: Callable[[], list[int]], find: Callable[[], Exchange | None]) -> list[list[int]]:
+    """The lengths of the documents of every rank. All ranks call it.
 
     Args:
-        lengths: finds the lengths of this rank's documents, or raises InvalidArgumentError.
-        num_ranks: number of ranks of the group; nothing is exchanged if it is 1.
-        group: the ranks; by default all.
+        lengths: finds the lengths of this rank's documents. Of what it raises, the other ranks are told.
+        find: finds or makes the exchange of the ranks; None if this one is alone.
 
     Raises:
         InvalidArgumentError: on all ranks, if `lengths` raised it on one. The message begins with that rank.
-        PeerDiedError: a rank has left the group, or does not come within its timeout.
+        PeerLeftError: `lengths` raised another error on another rank.
+        PeerDiedError, PeerTimeoutError: a rank has left the group, or does not come within its timeout.
     """
-    if num_ranks == 1:
-        return [lengths()]
+    failed: Exception | None = None
     try:
-        mine: list[int] | str = lengths()
-    except InvalidArgumentError as error:
-        mine = str(error)
-    of_ranks: list[Any] = [mine] * num_ranks
+        mine = [_TOLD, *lengths()]
+    except Exception as error:
+        refused = isinstance(error, InvalidArgumentError)
+        failed = None if refused else error
+        text = str(error) if refused else f"{type(error).__name__}: {error}"
+        mine = [_REFUSED if refused else _RAISED, *text.encode(errors="replace")[:_TEXT_BYTES]]
     try:
-        dist.all_gather_object(of_ranks, mine, group)
+        exchange = find()
+        of_ranks = [mine] if exchange is None else exchange.words(mine, exchange.counts(len(mine)))
     except RuntimeError as error:
-        raise PeerDiedError(
+        if failed is not None:
+            raise failed from None
+        timed_out = any(words in str(error).lower() for words in ("timed out", "timeout"))
+        raise (PeerTimeoutError if timed_out else PeerDiedError)(
             "the ranks could not exchange the lengths of their documents: a rank has ended, or has no further batch; "
             f"all ranks need equally many batches, or distca.PlanAhead in place of this exchange: {error}"
         ) from error
-    for rank, told in enumerate(of_ranks):
-        if isinstance(told, str):
-            raise InvalidArgumentError(f"rank {rank}: {told}")
-    return of_ranks
+    if failed is not None:
+        raise failed
+    for rank, (kind, *told) in enumerate(of_ranks):
+        if kind != _TOLD:
+            text = bytes(told).decode(errors="replace")
+            message = text if len(of_ranks) == 1 else f"rank {rank}: {text}"
+            raise InvalidArgumentError(message) if kind == _REFUSED else PeerLeftError(message)
+    return [told for _, *told in of_ranks]
+
+
+# What a rank's words are: lengths, or the text of an error.
+_TOLD, _REFUSED, _RAISED = range(3)
+_TEXT_BYTES = 4000

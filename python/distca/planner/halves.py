@@ -29,10 +29,10 @@ class Half:
 
     def rows(self, rank: int) -> torch.Tensor:
         """Indices of this half's rows in the rank's whole token tensor, in order, int64; its padding is left out."""
-        mine, parts, first = set(self.documents), [torch.zeros(0, dtype=torch.int64)], 0
+        mine, parts, first = set(self.documents), [torch.zeros(0, dtype=torch.int64, device="cpu")], 0
         for document, begin, end in self._whole.segments(rank):
             if document in mine:
-                parts.append(torch.arange(first, first + end - begin))
+                parts.append(torch.arange(first, first + end - begin, device="cpu"))
             first += end - begin
         return torch.cat(parts)
 
@@ -83,8 +83,8 @@ def join_halves(parts: Sequence[torch.Tensor], halves: tuple[Half, Half], rank: 
     zeros = list(parts[0].shape)
     zeros[dim] = 1
     own = [part.narrow(dim, 0, len(half.rows(rank))) for part, half in zip(parts, halves, strict=True)]
-    of_row = torch.full((halves[0]._whole.num_rows(rank),), len(rows))
-    of_row[rows] = torch.arange(len(rows))
+    of_row = torch.full((halves[0]._whole.num_rows(rank),), len(rows), device="cpu")
+    of_row[rows] = torch.arange(len(rows), device="cpu")
     return torch.cat([*own, parts[0].new_zeros(zeros)], dim).index_select(dim, of_row.to(parts[0].device))
 
 

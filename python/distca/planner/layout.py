@@ -429,10 +429,12 @@ class Layout:
     def position_ids(self, rank: int) -> torch.Tensor:
         """Position of each row of the rank in its document, int64 ``[T]``; 0 for padding."""
         parts = [
-            torch.arange(begin, end) if document != PADDING else torch.zeros(end - begin, dtype=torch.int64)
+            torch.arange(begin, end, device="cpu")
+            if document != PADDING
+            else torch.zeros(end - begin, dtype=torch.int64, device="cpu")
             for document, begin, end in self.segments(rank)
         ]
-        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+        return torch.cat([torch.zeros(0, dtype=torch.int64, device="cpu"), *parts])
 
     def __repr__(self) -> str:
         rows = [self.num_rows(rank) for rank in range(self.num_ranks)]
