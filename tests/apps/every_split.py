@@ -6,7 +6,6 @@ Each takes the steps that it takes on one rank, or is refused by name before any
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "integrations"))
 
 import pytest
 from families import tiny
-from families.cases import CASES, expected_kind
+from families.cases import CASES, expected_kind, thinned
 
 from distca.apps.common.options import ConfigError
 from distca.apps.train.config import TrainConfig
@@ -54,15 +53,12 @@ SHARED_BOTH_WAYS = {
 }
 """Models that pipeline and tensor parallelism must take together."""
 
-EVERY = int(os.environ.get("EVERY", "1"))
-"""Of the other models every second runs if this is 2, and so on. CI has no time for all."""
-
-EXACT = [
+_CUT = [
     name
-    for number, (name, case) in enumerate(CASES.items())
+    for name, case in CASES.items()
     if expected_kind(name) == "exact" and not case.whole and not case.sees_both_sides
-    if number % EVERY == 0 or name in SHARED_BOTH_WAYS
 ]
+EXACT = sorted({*thinned(_CUT), *(name for name in _CUT if name in SHARED_BOTH_WAYS)})
 
 
 def _write_model(name: str, folder: Path) -> None:

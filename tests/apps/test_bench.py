@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend
 
 import distca
 from distca import testing
-from distca.apps.bench import gpu, gpu_transport, pipeline, rounds, transport
+from distca.apps.bench import gpu, gpu_transport, padded, pipeline, rounds, transport
 from distca.apps.bench.harness import Result, Row, write_report
 from distca.apps.bench.peers import AllGather, AllToAll
 from distca.apps.bench.ranks import bytes_sent, on_threads
@@ -136,6 +136,24 @@ def test_the_benchmark_of_rounds_has_rows_in_several_and_times_of_both() -> None
     assert row.name == "traffic 0.6 of a step without a link: step in rounds / rows at once" and row.value > 0
     assert result.details["rounds_of_rows"] == 3
     assert [len(result.details["seconds"][0.6][name]) for name in ("at_once", "in_rounds")] == [1, 1]
+
+
+def test_the_benchmark_of_padded_batches_counts_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its steps: what it says of batches is what they are."""
+    seconds = {"padded": [4.0, 8.0, 6.0], "unpad": [2.0, 2.0, 3.0], "unpad, share_prompts": [1.0, 1.0, 1.0]}
+    monkeypatch.setattr(distca, "launch", lambda *args, **options: [seconds] * 2)
+    rows = {row.name: row.value for row in padded.run(1, short=True).rows}
+    assert rows["time: unpad / padded"] == 0.5 and rows["time: unpad, share_prompts / padded"] == 1 / 6
+    batches = [padded.batch_of(0, rank) for rank in range(2)]
+    everything = sum(batch["input_ids"].numel() for batch in batches)
+    kept = sum(int(batch["attention_mask"].sum()) for batch in batches)
+    assert rows["rows: no padding / all"] == kept / everything
+    alike = 0
+    for rank, batch in enumerate(batches):
+        for (prompt, _), one, other in zip(padded.lengths_of(0, rank), *batch["input_ids"].chunk(2), strict=True):
+            assert torch.equal(one[:prompt], other[:prompt]) and one[prompt] != other[prompt]
+            alike += prompt
+    assert rows["rows: no padding, prompts once / all"] == (kept - alike) / everything
 
 
 @pytest.mark.parametrize("benchmark", ["attention", "shards", "transport", "all"])

@@ -138,7 +138,6 @@ class GatheredSteps(Steps[Loaded, Layouts], Generic[Loaded, Layouts]):
             ) from error
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def gathered_lengths(lengths: Callable[[], list[int]], find: Callable[[], Exchange | None]) -> list[list[int]]:
     """The lengths of the documents of every rank. All ranks call it.
 

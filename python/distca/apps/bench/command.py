@@ -19,6 +19,7 @@ BENCHMARKS = {
     "balance": "a step of two ranks: balanced, unbalanced, and by other methods",
     "overhead": "what a step adds if nothing needs to move",
     "overlap": "what ping-pong hides of the traffic over an emulated link",
+    "padded": "a step of two ranks on padded batches: as the model is, and after hf.unpad",
     "pipeline": "attention of a pipeline's ticks: balanced over all stages, inside each, not at all",
     "plan": "balance, bytes and time of plans for 32 to 512 ranks",
     "published": "the simulator beside published figures",
