@@ -70,13 +70,6 @@ FAULTS = [
         (TESTS,),
     ),
     Fault(
-        "unpad: a pooler that is marked twice gets rows that are padded twice",
-        UNPAD,
-        "if UNPADS not in part.__dict__ and isinstance",
-        "if isinstance",
-        (TESTS,),
-    ),
-    Fault(
         "unpad: a rank that evaluates meets one that trains",
         UNPAD,
         "    if len(set(of_ranks)) == 1:",

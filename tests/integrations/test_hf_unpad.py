@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import distca
 from distca.integrations import hf
@@ -88,6 +90,12 @@ def _on_ranks() -> list[Any]:
             hf.unpad(model, share_prompts=name == "prompts", tolerance=0.01, min_rows=1)
             before = context.step
             results.append((*_outputs(model, batch(context.rank)), context.step - before))
+        model, batch = _case("loss", "distca")
+        hf.unpad(model, tolerance=0.01, min_rows=1)
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=init_device_mesh("cpu", (3,)))
+        loss, gradients, rows = _outputs(model, batch(context.rank))
+        results.append((loss, {name: gradient.full_tensor() for name, gradient in gradients.items()}, rows))
     return results
 
 
@@ -109,6 +117,21 @@ def test_ranks_have_the_results_of_the_models_own_attention_on_padded_batches(na
             assert (rank_gradients[parameter] - expected).norm() <= 1e-5 * expected.norm(), parameter
         recomputed = name in ("checkpointed", "reentrant")
         assert steps == 2 * (3 if recomputed else 2), "attention went another way"
+
+
+def test_ranks_that_share_the_weights_have_the_mean_of_their_gradients(ranks) -> None:
+    """FSDP2, whose weights are gathered while the model computes packed rows."""
+    alone = []
+    for rank, of_rank in enumerate(ranks):
+        model, batch = _case("loss", "sdpa")
+        loss, gradients, rows = _outputs(model, batch(rank))
+        rank_loss, _, rank_rows = of_rank[len(CASES)]
+        assert rank_loss == pytest.approx(loss, rel=1e-6)
+        assert (rank_rows - rows).norm() <= 2e-6 * rows.norm()
+        alone.append(gradients)
+    for name, found in ranks[0][len(CASES)][1].items():
+        expected = sum(gradients[name] for gradients in alone) / len(ranks)
+        assert (found - expected).norm() <= 1e-5 * expected.norm(), name
 
 
 # ---- one process ----
@@ -226,6 +249,12 @@ def test_a_cache_that_a_planned_call_did_not_make_is_missed(one_rank) -> None:
         first = model(torch.arange(1, 9)[None], use_cache=True)
         again = model(torch.tensor([[9]]), past_key_values=first.past_key_values)
         assert torch.allclose(again.logits[0, 0], model(torch.arange(1, 10)[None]).logits[0, -1], atol=1e-6)
+
+
+def test_as_many_columns_as_rows_are_no_numbers_of_documents(one_rank) -> None:
+    tokens = torch.arange(1, 17).reshape(4, 4)
+    found = hf.unpad(_model("distca"))(tokens, cache_position=torch.arange(4)).logits
+    assert torch.allclose(found, _model("sdpa")(tokens).logits, atol=1e-6)
 
 
 def test_routers_see_the_rows_that_they_see_without_it(one_rank) -> None:

@@ -31,7 +31,7 @@ CASES = [
     "three_ranks",
 ]
 PADDED = [
-    "dpo",
+    "dpo_bf16",
     "dpo_shared",
     "dpo_shared_lora_checkpoints",
     "reward",
@@ -82,10 +82,11 @@ def test_ranks_have_the_losses_and_weights_of_one_process_without_distca(folder:
 @pytest.mark.parametrize("case", PADDED)
 def test_ranks_have_the_losses_and_weights_of_ranks_without_distca(folder: Path, case: str) -> None:
     plain = [torch.load(folder / f"{case}.plain.{rank}.pt") for rank in range(2)]
+    of_losses, of_weights = (3e-4, 4e-3) if case == "dpo_bf16" else (2e-6, 2e-6)
     for ours, theirs in zip(_ranks(folder, case, 2), plain, strict=True):
-        assert ours["losses"] == pytest.approx(theirs["losses"], rel=2e-6, abs=1e-6) and len(ours["losses"]) == 3
+        assert ours["losses"] == pytest.approx(theirs["losses"], rel=of_losses, abs=1e-6) and len(ours["losses"]) == 3
         assert ours["weights"].keys() == theirs["weights"].keys()
-        bound = 3e-5 if "lora" in case else 2e-6  # adapters start at 0, and so have changed as a whole
+        bound = 3e-5 if "lora" in case else of_weights  # adapters start at 0, and so have changed as a whole
         for name, expected in theirs["weights"].items():
             assert (ours["weights"][name] - expected).norm() <= bound * expected.norm(), name
         assert ours["steps"] >= 3 * 2 * 2, "attention went another way"

@@ -57,7 +57,7 @@ class Case:
 GENERATES: dict[str, Any] = {"num_generations": 4, "max_completion_length": 12, "beta": 0.0}
 
 CASES = {
-    "dpo": Case("DPO"),
+    "dpo_bf16": Case("DPO", {"bf16": True}),
     "dpo_shared": Case("DPO", share_prompts=True),
     "dpo_shared_lora_checkpoints": Case("DPO", {"gradient_checkpointing": True}, share_prompts=True, lora=True),
     "reward": Case("Reward"),
@@ -144,7 +144,7 @@ def trained(case: Case, folder: Path, plain: bool) -> dict[str, Any]:
     if plain:
         trainer.train()
     else:
-        heads = hf.heads_of(model.config, torch.float32)
+        heads = hf.heads_of(model.config, torch.bfloat16 if trainer.args.bf16 else torch.float32)
         with distca.init(max_tokens=2048, heads=heads, timeout=60) as context:
             trainer.train()
             steps = context.step

@@ -426,7 +426,11 @@ def _tokens_of(given: Mapping[str, Any]) -> tuple[torch.Tensor, tuple[int, int]]
     )
     assert isinstance(tokens, torch.Tensor)
     shape = tokens.shape[0], tokens.shape[1]
-    of_rows = (name for name, v in given.items() if isinstance(v, torch.Tensor) and v.shape == shape[:1])
+    of_rows = (
+        name
+        for name, v in given.items()
+        if isinstance(v, torch.Tensor) and v.shape == shape[:1] and name not in _OF_PADDED_ROWS
+    )
     other = next(of_rows, None) if shape[0] > 1 else None
     refuse(
         other is not None, f"{other} has a number for each row of the batch, whose documents are packed into one row"
