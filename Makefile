@@ -10,7 +10,8 @@
 # make titan     install torchtitan; run its models and its Trainer on CPU ranks: exact, or refused with the reason
 # make pipeline  run data, tensor and pipeline parallelism together in eight processes, in many forms, and with
 #              torch.distributed.pipelining: exact
-# make megatron  run Megatron-core with distca in many forms, in four and in eight processes: exact
+# make megatron  run Megatron-core with distca in many forms (EVERY=2: in every second), in four and in eight processes:
+#              exact
 # make pretraining  run pretrain_llama.sh by bash and, where Slurm is installed, as jobs of a cluster of two nodes; run
 #              forms of four processes beside Megatron's own schedule
 # make protocol  check the model of the steps' protocol with spin, where it is installed
@@ -118,7 +119,7 @@ pipeline: build $(VENV)/test-ready
 
 # The long ones first, and one by one: no process then has several of them left.
 megatron: build $(VENV)/test-ready
-	$(BIN)/python -m pytest -n 2 --dist load --maxschedchunk 1 tests/integrations/every_megatron.py $(MEGATRON) $(ARGS)
+	EVERY=$(EVERY) $(BIN)/python -m pytest -n 2 --dist load --maxschedchunk 1 tests/integrations/every_megatron.py $(MEGATRON) $(ARGS)
 
 pretraining: build $(VENV)/test-ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(PRETRAINING) tests/apps/every_pretraining_*.py $(ARGS)

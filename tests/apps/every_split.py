@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "integrations"))
 
 import pytest
 from families import tiny
-from families.cases import CASES, expected_kind, thinned
+from families.cases import CASES, expected_kind
 
 from distca.apps.common.options import ConfigError
 from distca.apps.train.config import TrainConfig
@@ -22,6 +22,7 @@ from distca.apps.train.split_run import check_before_start
 from distca.apps.train.trainer import train
 from support.ranks import launch
 from support.split_runs import worst_difference, write_texts
+from support.thinning import thinned
 from support.train_runs import one_rank, without_pictures
 
 VOCABULARY = 256  # every byte is a token
@@ -53,12 +54,14 @@ SHARED_BOTH_WAYS = {
 }
 """Models that pipeline and tensor parallelism must take together."""
 
-_CUT = [
-    name
-    for name, case in CASES.items()
-    if expected_kind(name) == "exact" and not case.whole and not case.sees_both_sides
-]
-EXACT = sorted({*thinned(_CUT), *(name for name in _CUT if name in SHARED_BOTH_WAYS)})
+EXACT = thinned(
+    (
+        name
+        for name, case in CASES.items()
+        if expected_kind(name) == "exact" and not case.whole and not case.sees_both_sides
+    ),
+    always=SHARED_BOTH_WAYS.__contains__,
+)
 
 
 def _write_model(name: str, folder: Path) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-from collections.abc import Iterable
 from typing import Any
 
 from . import tiny
@@ -191,15 +189,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
 }
 
 REASONS = {name: re.compile(sentence) for sentence, names in REFUSED.items() for name in names}
-
-
-EVERY = int(os.environ.get("EVERY", "1"))
-"""Of the cases of long tests every second runs if this is 2, and so on. CI has no time for all."""
-
-
-def thinned(names: Iterable[str]) -> list[str]:
-    """Every EVERY-th of them."""
-    return list(names)[::EVERY]
 
 
 def expected_kind(name: str) -> str:

@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from families import padded, tiny
-from families.cases import CASES, expected_kind, is_as_expected, thinned, with_rope
+from families.cases import CASES, expected_kind, is_as_expected, with_rope
 from families.reference import documents, mistakes, run
 from families.shared_rows import found
 from families.verdict import judge
+from support.thinning import thinned
 
 WITH_ROPE = {kind: with_rope(kind) for kind in ("dynamic", "longrope")}
 
