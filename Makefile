@@ -6,7 +6,8 @@
 # make processes  run the tests of processes that die, hang, are interrupted or lose their network: they wait for seconds
 # make fuzz    run the tests of the planner, and of changed plans, with 20 times as many random cases
 # make families  run every causal and masked language model of transformers on two ranks, and train the causal ones by
-#              four processes that share them: exact, or refused with the reason (EVERY=5: every fifth there)
+#              four processes that share them: exact, or refused with the reason (EVERY=5: every fifth there, and on
+#              padded batches)
 # make titan     install torchtitan; run its models and its Trainer on CPU ranks: exact, or refused with the reason
 # make pipeline  run data, tensor and pipeline parallelism together in eight processes, in many forms, and with
 #              torch.distributed.pipelining: exact

@@ -79,8 +79,8 @@ FAULTS = [
     Fault(
         "each rank of a trainer plans as if all had its own documents",
         EXCHANGE,
-        "else exchange.words(mine, exchange.counts(len(mine)))",
-        "else [mine] * exchange.num_ranks",
+        "of_ranks = exchange.words(mine, exchange.counts(len(mine)))",
+        "of_ranks = [mine] * exchange.num_ranks",
         (TRAINER_OF_HF,),
     ),
     Fault(

@@ -93,8 +93,8 @@ FAULTS = [
     Fault(
         "lengths: an error of one rank does not reach the others",
         "python/distca/planner/exchange.py",
-        "    except Exception as error:\n        refused",
-        "    except InvalidArgumentError as error:\n        refused",
+        "    except Exception as error:  # whatever",
+        "    except InvalidArgumentError as error:  # whatever",
         (TESTS,),
     ),
     Fault(

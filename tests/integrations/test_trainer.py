@@ -204,7 +204,7 @@ def test_a_context_that_was_made_before_the_process_group_is_refused() -> None:
 
 
 def _end_early(rank: int, ranks: int, pipe: Connection, port: int) -> None:
-    """The last rank has no batch."""
+    """The last rank has one batch less."""
     join(rank, ranks, port)
     with distca.init(max_tokens=8, heads=distca.Heads(4, 2, 8), transport="torch", timeout=20.0):
         batch = {"position_ids": torch.arange(4)[None]}
@@ -218,6 +218,22 @@ def test_a_rank_that_has_no_further_batch_is_an_error_that_says_so() -> None:
     with torch_group(_end_early, 2) as group:
         kind, message = group.receive(0)
         assert kind == "PeerDiedError"
+        assert "all ranks need equally many batches, or distca.PlanAhead" in message
+
+
+def _never_begin(rank: int, ranks: int, pipe: Connection, port: int) -> None:
+    """The last rank has no batch at all."""
+    join(rank, ranks, port)
+    with distca.init(max_tokens=8, heads=distca.Heads(4, 2, 8), transport="torch", timeout=2.0):
+        if rank < ranks - 1:
+            pipe.send(fault_of(lambda: _Planned()._prepare_inputs({"position_ids": torch.arange(4)[None]})))
+    dist.destroy_process_group()
+
+
+def test_a_rank_that_has_no_batch_at_all_is_an_error_after_the_context_s_timeout() -> None:
+    with torch_group(_never_begin, 2) as group:
+        kind, message = group.receive(0)
+        assert kind in ("PeerTimeoutError", "PeerDiedError")  # PyTorch's store may end with the other rank
         assert "all ranks need equally many batches, or distca.PlanAhead" in message
 
 

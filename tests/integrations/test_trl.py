@@ -31,6 +31,7 @@ CASES = [
     "three_ranks",
 ]
 PADDED = [
+    "dpo",
     "dpo_bf16",
     "dpo_shared",
     "dpo_shared_lora_checkpoints",

@@ -57,6 +57,7 @@ class Case:
 GENERATES: dict[str, Any] = {"num_generations": 4, "max_completion_length": 12, "beta": 0.0}
 
 CASES = {
+    "dpo": Case("DPO"),
     "dpo_bf16": Case("DPO", {"bf16": True}),
     "dpo_shared": Case("DPO", share_prompts=True),
     "dpo_shared_lora_checkpoints": Case("DPO", {"gradient_checkpointing": True}, share_prompts=True, lora=True),

@@ -241,8 +241,8 @@ def _is_empty(cache: Any) -> bool:
 
 
 def _would_make_cache(model: PreTrainedModel, given: Mapping[str, Any]) -> bool:
-    by_default = bool(getattr(model.config.get_text_config(), "use_cache", False)) and mask_of(model) == "causal"
-    return by_default and given.get("use_cache") is None and "use_cache" in _parameters(model)
+    by_default = bool(getattr(model.config.get_text_config(), "use_cache", False)) and "use_cache" in _parameters(model)
+    return by_default and given.get("use_cache") is None and mask_of(model) == "causal"
 
 
 def _with_no_cache(output: ModelOutput) -> ModelOutput:

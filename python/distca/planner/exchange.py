@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from distca.errors import InvalidArgumentError, PeerDiedError, PeerLeftError, PeerTimeoutError
+from distca.errors import DistcaError, InvalidArgumentError, PeerDiedError, PeerLeftError, PeerTimeoutError
 
 Loaded = TypeVar("Loaded", covariant=True)
 Layouts = TypeVar("Layouts", covariant=True)
@@ -150,33 +150,40 @@ def gathered_lengths(lengths: Callable[[], list[int]], find: Callable[[], Exchan
         PeerLeftError: `lengths` raised another error on another rank.
         PeerDiedError, PeerTimeoutError: a rank has left the group, or does not come within its timeout.
     """
+    try:
+        exchange = find()
+    except RuntimeError as error:
+        raise _unreachable(error) from error
+    if exchange is None:
+        return [lengths()]
     failed: Exception | None = None
     try:
         mine = [_TOLD, *lengths()]
-    except Exception as error:
+    except Exception as error:  # whatever it is, the others must not wait for this rank
         refused = isinstance(error, InvalidArgumentError)
         failed = None if refused else error
         text = str(error) if refused else f"{type(error).__name__}: {error}"
         mine = [_REFUSED if refused else _RAISED, *text.encode(errors="replace")[:_TEXT_BYTES]]
     try:
-        exchange = find()
-        of_ranks = [mine] if exchange is None else exchange.words(mine, exchange.counts(len(mine)))
+        of_ranks = exchange.words(mine, exchange.counts(len(mine)))
     except RuntimeError as error:
-        if failed is not None:
-            raise failed from None
-        timed_out = any(words in str(error).lower() for words in ("timed out", "timeout"))
-        raise (PeerTimeoutError if timed_out else PeerDiedError)(
-            "the ranks could not exchange the lengths of their documents: a rank has ended, or has no further batch; "
-            f"all ranks need equally many batches, or distca.PlanAhead in place of this exchange: {error}"
-        ) from error
+        raise (failed or _unreachable(error)) from error
     if failed is not None:
         raise failed
     for rank, (kind, *told) in enumerate(of_ranks):
         if kind != _TOLD:
-            text = bytes(told).decode(errors="replace")
-            message = text if len(of_ranks) == 1 else f"rank {rank}: {text}"
+            message = f"rank {rank}: {bytes(told).decode(errors='replace')}"
             raise InvalidArgumentError(message) if kind == _REFUSED else PeerLeftError(message)
     return [told for _, *told in of_ranks]
+
+
+def _unreachable(error: RuntimeError) -> DistcaError:
+    """The error for one of PyTorch's from an exchange of lengths."""
+    timed_out = any(words in str(error).lower() for words in ("timed out", "timeout"))
+    return (PeerTimeoutError if timed_out else PeerDiedError)(
+        "the ranks could not exchange the lengths of their documents: a rank has ended, or has no further batch; "
+        f"all ranks need equally many batches, or distca.PlanAhead in place of this exchange: {error}"
+    )
 
 
 # What a rank's words are: lengths, or the text of an error.
