@@ -3,12 +3,13 @@
 from faults.fault import Fault
 
 UNPAD = "python/distca/integrations/hf_unpad.py"
+PADDED = "python/distca/integrations/hf_padded.py"
 TESTS = "tests/integrations/test_hf_unpad.py"
 
 FAULTS = [
     Fault(
         "unpad: a document that is shared has no row of its own",
-        UNPAD,
+        PADDED,
         "most = min(len(a), len(b) - 1)",
         "most = min(len(a), len(b))",
         (TESTS,),
@@ -22,42 +23,42 @@ FAULTS = [
     ),
     Fault(
         "unpad: holes inside of documents are packed away",
-        UNPAD,
+        PADDED,
         "end - first != len(places),",
         "False,",
         (TESTS,),
     ),
     Fault(
         "unpad: a branch follows the document before it, not the one with the row before its own",
-        UNPAD,
+        PADDED,
         "while own[above][1] >= shared:",
         "while False:",
         ("tests/integrations/test_families.py", TESTS),
     ),
     Fault(
         "unpad: rows of the documents before are not those of a branch",
-        UNPAD,
+        PADDED,
         "above = rows[-1][:begin] if begin else _NONE",
         "above = rows[0][:begin] if begin else _NONE",
         ("tests/integrations/test_families.py", TESTS),
     ),
     Fault(
         "unpad: a few rows are shared",
-        UNPAD,
+        PADDED,
         "if shared < _FEWEST_SHARED:",
         "if shared < 1:",
         (TESTS,),
     ),
     Fault(
         "unpad: routers' logits stay packed",
-        UNPAD,
+        PADDED,
         "return self._padded(value)\n        return value",
         "return value\n        return value",
         (TESTS,),
     ),
     Fault(
         "unpad: positions of text among four axes do not tell documents apart",
-        UNPAD,
+        PADDED,
         "position_ids[0] if len(position_ids) == 4 else None",
         "None",
         (TESTS,),
