@@ -1,4 +1,8 @@
-"""Processes that a program of a test forks after its imports, because imports take most of a short run."""
+"""Processes that a program of a test forks after its imports, because imports take most of a short run.
+
+They begin when `wait_for` is called, so that all are forked while the threads of their stores, which are in this
+process, have nothing to do: a lock that such a thread holds in the moment of a fork is never released in the child.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +23,11 @@ import torch.distributed as dist
 
 
 def forked(environment: dict[str, str], run: Callable[..., None], *args: Any) -> BaseProcess:
-    """Starts a process that calls `run` with this environment besides its own."""
+    """Forks a process that will call `run` with this environment besides its own."""
 
     def child() -> None:
+        os.close(_gate[1])
+        os.read(_gate[0], 1)  # ends when the parent closes the gate's other side
         os.environ.update(environment)
         torch.set_num_threads(1)
         try:
@@ -38,7 +44,7 @@ def forked(environment: dict[str, str], run: Callable[..., None], *args: Any) ->
 
 
 def forked_ranks(ranks: int, run: Callable[..., None], *args: Any) -> list[BaseProcess]:
-    """Starts ranks in an environment like torchrun's, with a store in this process."""
+    """Forks ranks with an environment like torchrun's, with a store in this process."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     _stores.append(store)
     shared = {
@@ -54,7 +60,10 @@ def forked_ranks(ranks: int, run: Callable[..., None], *args: Any) -> list[BaseP
 
 
 def wait_for(processes: Iterable[BaseProcess]) -> None:
-    """Waits for all processes. If one fails, kills the others, which may wait for it, and ends the program."""
+    """Lets all processes begin, and waits for them. If one fails, kills the others, which may wait for it, and ends the
+    program.
+    """
+    os.close(_gate[1])
     processes = list(processes)
     running = {process.sentinel: process for process in processes}
     while running:
@@ -75,6 +84,7 @@ def _leave() -> None:
 
 
 _stores: list[dist.TCPStore] = []
+_gate = os.pipe()
 
 
 def run_program(program: Path, folder: Path, cases: Iterable[str]) -> Path:
