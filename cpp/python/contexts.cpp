@@ -223,8 +223,9 @@ void bind_context(py::module_& m) {
           "What computes attention over such heads, and whether its bits do not depend on the plan.")
       .def("abandon", &runtime::Context::abandon, py::arg("step"), py::arg("why"),
            py::call_guard<py::gil_scoped_release>())
-      .def("set_layer", &runtime::Context::set_layer, py::arg("name"),
-           "The layer of the steps that begin from here on; empty where it is not known.")
+      .def("set_caller", &runtime::Context::set_caller, py::arg("layer"), py::arg("forward_step"),
+           "The layer of the steps that begin from here on, and the forward step of those that are backward; empty and "
+           "0 where they are not known.")
       .def("refuse", &runtime::Context::refuse, py::arg("why"), py::call_guard<py::gil_scoped_release>())
       .def(
           "set_job",

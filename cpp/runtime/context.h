@@ -89,8 +89,11 @@ class DISTCA_EXPORT Context {
   void attend(uint64_t step, const Parallel& parallel);
   std::shared_ptr<void> collect(uint64_t step, plan::Phase phase, const Parallel& parallel);
 
-  /// Names the layer to which the steps belong that begin from here on, so that ranks compare it; empty: unknown.
-  void set_layer(std::string_view name) { protocol_.set_layer(layer_word(name)); }
+  /// Says what ranks compare of the steps that begin from here on: the name of their layer (empty: unknown), and of
+  /// backward steps the number of the forward step whose gradients they compute (0: unknown).
+  void set_caller(std::string_view layer, uint64_t forward_step) {
+    protocol_.set_caller(layer_word(layer), forward_step);
+  }
   /// Says that a step will not be finished. If it was dispatched and not collected, that is a fault, and the peers are
   /// told at once. May be called from any thread, also while another thread is in a step. `why` ends the message.
   void abandon(uint64_t step, const std::string& why) noexcept;

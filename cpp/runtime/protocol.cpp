@@ -97,8 +97,14 @@ StepId Protocol::begin(plan::Phase phase, const plan::Header& plan, const ScoreO
   describe_plan(plan);
   at_.last_slot = free_slot();
   busy_[static_cast<size_t>(at_.last_slot)] = true;
-  const StepId step{++at_.num_steps,       at_.last_slot, phase, static_cast<uint64_t>(plan.plan_digest),
-                    scores.options_word(), layer_};
+  // Plans of ticks have labels. Ranks may be in different micro-batches there, and thus in different forward steps.
+  const StepId step{++at_.num_steps,
+                    at_.last_slot,
+                    phase,
+                    static_cast<uint64_t>(plan.plan_digest),
+                    scores.options_word(),
+                    layer_,
+                    plan.label[0] == 0 ? forward_step_.load() : 0};
   at_.credits.use(step.slot, step.number);
   enter(step, part);
   const Timer timer(*this, kOwnRows, /*is_wait=*/true);
@@ -135,6 +141,7 @@ void Protocol::publish() {
   transport_->publish(signals_.digest(call), step.plan_digest);
   transport_->publish(signals_.options_word(call), step.options_word);
   transport_->publish(signals_.layer(call), step.layer);
+  transport_->publish(signals_.forward_step(call), step.forward_step);
   transport_->publish(signals_.call(call), call_word());
   transport_->publish(signals_.latest_step(), at_.num_steps);
   check();

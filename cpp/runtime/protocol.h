@@ -84,6 +84,9 @@ struct StepId {
   int64_t slot = 0;
   plan::Phase phase = plan::Phase::kForward;
   uint64_t plan_digest = 0, options_word = 0, layer = kUnknownLayer;
+  /// The number of the forward step whose gradients this backward step computes; 0 where that is not known, and where
+  /// ranks may be in different ones.
+  uint64_t forward_step = 0;
 
   /// "step 7 (forward)"
   std::string name() const;
@@ -129,8 +132,12 @@ class Protocol {
 
   /// Whether another step may begin.
   bool has_free_slot() const { return free_slot() >= 0; }
-  /// Says to which layer the steps belong that begin from here on (layer.h). May be called from any thread.
-  void set_layer(uint64_t layer) { layer_ = layer; }
+  /// Says of the steps that begin from here on to which layer they belong (layer.h), and of backward steps whose
+  /// gradients they compute (StepId::forward_step). May be called from any thread.
+  void set_caller(uint64_t layer, uint64_t forward_step) {
+    layer_ = layer;
+    forward_step_ = forward_step;
+  }
   /// Begins the next step with a call that does `part` of it. Publishes the call and compares it with the neighbours.
   /// Then it waits until the results of the slot's last step have left. The functions below are about this step from
   /// then on.
@@ -227,6 +234,7 @@ class Protocol {
     kUnfinished,
     kRefused,
     kLayer,
+    kForwardStep,
     kElsewhere,  // outside of this context: the details have its kind, the text says all
     kOther
   };
@@ -284,13 +292,14 @@ class Protocol {
   /// Says how that plan of a peer differs from the one at hand, in brackets after a blank. Empty where that is not
   /// known.
   std::string difference_to(int64_t peer, uint64_t plan_digest) const;
-  /// Throws PlanMismatchError if this call of `peer` is another one, or about another plan, other scores or another
-  /// layer, and PeerLeftError if the peer refused it.
+  /// Throws PlanMismatchError if this call of `peer` is another one, or about another plan, other scores, another layer
+  /// or another forward step, and PeerLeftError if the peer refused it.
   void compare_with(int64_t peer);
   /// Throws PeerLeftError if a peer that is gone refused one of this rank's earlier calls. This rank may have made that
   /// one without a wait for the peer, before a neighbour of the peer came to it.
   void compare_earlier_calls(int64_t peer);
   void compare_layer(int64_t peer, uint64_t layer);
+  void compare_forward_step(int64_t peer, uint64_t forward_step);
   void compare_with_early_senders(int64_t slot);
   [[noreturn]] void time_out();
   std::string where() const;
@@ -315,7 +324,7 @@ class Protocol {
   };
   Position at_;
   std::atomic<uint64_t> num_calls_{0};
-  std::atomic<uint64_t> layer_{kUnknownLayer};
+  std::atomic<uint64_t> layer_{kUnknownLayer}, forward_step_{0};
   Part part_ = Part::kWhole;
   /// The plans that were made known, with their digests. The next one takes the place of the oldest.
   std::array<std::pair<uint64_t, plan::Origin>, Signals::kDescribedPlans> described_ = {};

@@ -41,6 +41,11 @@ std::string describe_options(uint64_t word) {
                  finds_max_logits ? " and asks for max_logits" : "");
 }
 
+/// "the backward pass of step 4 on rank 1, of step 3 on rank 0"
+std::string describe_forward_steps(uint64_t a, int64_t rank_a, uint64_t b, int64_t rank_b) {
+  return message("the backward pass of step ", a, " on rank ", rank_a, ", of step ", b, " on rank ", rank_b);
+}
+
 /// The kinds of faults outside of a context, by their numbers.
 constexpr std::array<std::string_view, 4> kKindsElsewhere = {"PeerLeftError", "PeerDiedError", "PeerTimeoutError",
                                                              "PlanMismatchError"};
@@ -146,10 +151,13 @@ void Protocol::compare_with(int64_t peer) {
   if (theirs >> kCallShift == call) {
     std::array<uint64_t, Signals::kWords> words;
     if (!transport_->peek_words(p, signals_.digest(call), words)) return;  // that the peer is gone is found elsewhere
-    const auto [digest, scores, layer, still_theirs] = words;
+    const auto [digest, scores, layer, forward_step, still_theirs] = words;
     if (still_theirs == theirs) {
       if (theirs == call_word() && digest == at_.now.plan_digest) {
-        if (scores == at_.now.options_word) return compare_layer(peer, layer);
+        if (scores == at_.now.options_word) {
+          compare_layer(peer, layer);
+          return compare_forward_step(peer, forward_step);
+        }
         fault_ = {FaultCode::kMismatch, {static_cast<uint64_t>(peer), digest, at_.now.plan_digest}};
         throw PlanMismatchError(message(where(), ": ", name_of(peer), " came to this step with ",
                                         describe_options(scores), ", this rank with ",
@@ -193,6 +201,15 @@ void Protocol::compare_layer(int64_t peer, uint64_t layer) {
   throw PlanMismatchError(message(where(), ": ", name_of(peer), " came to this step in another layer: ",
                                   describe_layers(layer, peer, at_.now.layer, rank()),
                                   ". All ranks must call the same layers in the same order"));
+}
+
+void Protocol::compare_forward_step(int64_t peer, uint64_t forward_step) {
+  const uint64_t own = at_.now.forward_step;
+  if (forward_step == own || forward_step == 0 || own == 0) return;
+  fault_ = {FaultCode::kForwardStep, {static_cast<uint64_t>(peer), forward_step, own}};
+  throw PlanMismatchError(message(where(), ": ", name_of(peer), " came to this step for ",
+                                  describe_forward_steps(forward_step, peer, own, rank()),
+                                  ". All ranks must run the backward passes of their forwards in the same order"));
 }
 
 std::string Protocol::difference_to(int64_t peer, uint64_t plan_digest) const {
@@ -257,6 +274,9 @@ void Protocol::check_faults() {
       case FaultCode::kLayer:
         throw PlanMismatchError(message(by, " found that ", name_of(who), " came to the same step in another layer: ",
                                         describe_layers(d[1], who, d[2], f.found_by)));
+      case FaultCode::kForwardStep:
+        throw PlanMismatchError(message(by, " found that ", name_of(who), " came to the same step for ",
+                                        describe_forward_steps(d[1], who, d[2], f.found_by)));
       case FaultCode::kDied:
         throw PeerDiedError(message(where(), ": ", name_of(who), " died, as ", name_of(f.found_by), " reports"));
       case FaultCode::kLeft:

@@ -31,13 +31,14 @@ class Signals {
   int64_t fault_text(int64_t peer, int64_t index) const { return fault_detail(peer, kFaultDetails + index); }
   int64_t fault_code(int64_t peer) const { return fault_text(peer, kTextWords); }
   /// Published by the owner for its peers, for each of the last kHistory calls: the digest of the plan of the call's
-  /// step, what else its ranks must agree on (ScoreOptions::options_word), its layer (layer.h), and which call it is
-  /// (call_word).
+  /// step, what else its ranks must agree on (ScoreOptions::options_word), its layer (layer.h), the forward step whose
+  /// gradients it computes (StepId::forward_step), and which call it is (call_word).
   int64_t digest(uint64_t call) const { return published(kWords * static_cast<int64_t>(call % kHistory)); }
   int64_t options_word(uint64_t call) const { return digest(call) + 1; }
   int64_t layer(uint64_t call) const { return digest(call) + 2; }
-  int64_t call(uint64_t call) const { return digest(call) + 3; }
-  static constexpr int64_t kHistory = 64, kWords = 4;
+  int64_t forward_step(uint64_t call) const { return digest(call) + 3; }
+  int64_t call(uint64_t call) const { return digest(call) + 4; }
+  static constexpr int64_t kHistory = 64, kWords = 5;
   /// Published by the owner: the number of its latest step.
   int64_t latest_step() const { return published(kWords * kHistory); }
 

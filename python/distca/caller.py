@@ -60,15 +60,16 @@ class Caller(NamedTuple):
         scores = {"scale": scale, "softcap": softcap, "deterministic": is_deterministic(deterministic)}
         return {"context": self.context, **scores}
 
-    def calls(self, operator: str, *, compares: bool = True) -> AbstractContextManager[None]:
+    def calls(self, operator: str, *, compares: bool = True, forward_step: int = 0) -> AbstractContextManager[None]:
         """Surrounds a call of `operator`.
 
         Errors get their types and name the layer, and there is an NVTX range if one is wanted. If the call `compares`,
-        ranks that begin a step in it compare `compared`.
+        ranks that begin a step in it compare `compared`. They also compare `forward_step`, the number of the step
+        whose gradients a backward step computes; 0 if it is not known.
         """
         if torch.compiler.is_compiling():
             return typed_errors(self.name)
-        return _OperatorCall(self, operator, compares)
+        return _OperatorCall(self, operator, compares, forward_step)
 
     def note(self, step: int | None = None) -> None:
         """Tells the trace who began this step, or the last one."""
@@ -83,26 +84,26 @@ class Caller(NamedTuple):
 class _OperatorCall:
     """What `Caller.calls` returns: not a generator, which would take longer than all that it does."""
 
-    def __init__(self, caller: Caller, operator: str, compares: bool) -> None:
+    def __init__(self, caller: Caller, operator: str, compares: bool, forward_step: int) -> None:
         found = find_context(caller.context)
         if found is None:
             refuse_closed(caller.context)
         self._caller = caller
-        self._compared = caller.compared if compares else ""
+        self._compared = caller.compared if compares else "", forward_step
         self._range = operator_range(operator, True) if found is not None and found.nsys else None
-        self._core = found._core if found is not None and self._compared else None
+        self._core = found._core if found is not None and any(self._compared) else None
 
     def __enter__(self) -> None:
         if self._range is not None:
             self._range.__enter__()
         if self._core is not None:
-            self._core.set_layer(self._compared)
+            self._core.set_caller(*self._compared)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._core is not None:
-            self._core.set_layer("")
+            self._core.set_caller("", 0)
         if self._range is not None:
             self._range.__exit__(kind, error, trace)
         if isinstance(error, RuntimeError) and (typed := typed_error(error, self._caller.name)) is not None:

@@ -280,6 +280,8 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: d
         name: value for name, value in keyword_only_inputs.items() if name not in ("retained_bytes", "max_logits")
     }
     ctx.num_inputs = len(inputs)
+    here = get_context(ctx.options.get("context", ""))
+    ctx.forward_step = 0 if here is None else here.step
     ctx.set_materialize_grads(False)
 
 
@@ -297,7 +299,7 @@ def _backward(operator: Any, range_name: str) -> Any:
         if dout is None:  # the other ranks take part in this step all the same
             dout = torch.zeros_like(out)
         caller = Caller(name, ctx.metadata.get(_LAYER))
-        with caller.calls(range_name):
+        with caller.calls(range_name, forward_step=ctx.forward_step):
             grads = operator(dout, q, k, v, out, lse, table, sinks, **ctx.options, **retained, dlse=dlse)
             dsinks = None
             if sinks is not None and ctx.needs_input_grad[ctx.num_inputs - 1]:

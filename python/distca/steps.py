@@ -153,7 +153,7 @@ class _Call:
 
     def dispatch_backward(self, dout: torch.Tensor, dlse: torch.Tensor | None, *saved: Any) -> _UnderWay:
         q, k, v, out, lse, table, sinks, *retained = saved
-        with self.caller_backward.calls("dispatch_backward"), torch.no_grad():
+        with self.caller_backward.calls("dispatch_backward", forward_step=self.number), torch.no_grad():
             number = torch.ops.distca.dispatch_backward(
                 dout,
                 *(q, k, v, out, lse, table, sinks),

@@ -241,8 +241,29 @@ FAULTS = [
     Fault(
         "a backward is published without its layer",
         "python/distca/caller.py",
-        "        return _OperatorCall(self, operator, compares)",
-        '        return _OperatorCall(self, operator, compares and not operator.endswith("backward"))',
+        "        return _OperatorCall(self, operator, compares, forward_step)",
+        '        return _OperatorCall(self, operator, compares and not operator.endswith("backward"), forward_step)',
+        ("tests/runtime/test_call_mismatch.py",),
+    ),
+    Fault(
+        "the forward step of a backward is not compared",
+        PROTOCOL_FAULTS,
+        "  if (forward_step == own || forward_step == 0 || own == 0) return;",
+        "  return;",
+        ("tests/runtime/test_call_mismatch.py",),
+    ),
+    Fault(
+        "a backward in parts does not know its forward step",
+        "python/distca/steps.py",
+        'calls("dispatch_backward", forward_step=self.number)',
+        'calls("dispatch_backward")',
+        ("tests/runtime/test_call_mismatch.py",),
+    ),
+    Fault(
+        "forward steps are compared in ticks, where ranks are in different ones",
+        PROTOCOL,
+        "plan.label[0] == 0 ? forward_step_.load() : 0",
+        "forward_step_.load()",
         ("tests/runtime/test_call_mismatch.py",),
     ),
     Fault(

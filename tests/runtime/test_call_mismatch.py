@@ -160,6 +160,15 @@ def _through_layers_over_torch(
     pipe.recv()
 
 
+def _backward_over_torch(rank: int, ranks: int, pipe: Connection, port: int) -> None:
+    join(rank, ranks, port)
+    plan, alone = plan_for(ranks, rank), threading.Barrier(1)
+    with over_torch(heap_bytes=1 << 21) as context:
+        of_one_layer: Any = (None, None)
+        pipe.send(fault_of(lambda: _backward_in_another_order(plan, rank, context, _in_one_step, of_one_layer, alone)))
+    pipe.recv()
+
+
 def _faults(transport: str, layers: list[Any], in_parts: bool) -> list[tuple[str, str]]:
     ranks = len(layers)
     if transport == "torch":
@@ -192,34 +201,85 @@ def test_ranks_that_skip_different_layers_but_equally_many_are_told_both_layers(
     assert any(found and found[2] == "2" for found in where), faults
 
 
-@pytest.mark.parametrize("in_parts", [False, True])
+def _in_one_step(q: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    return distca.core_attention(q, *args, **options)[0]
+
+
+def _by_the_operator(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: distca.Plan, context: distca.Context, layer: None
+) -> torch.Tensor:
+    return torch.ops.distca.core_attention(q, k, v, plan.tensor, context=context.name)[0]
+
+
+def _backward_in_another_order(
+    plan: distca.Plan,
+    rank: int,
+    context: distca.Context,
+    attend: Any,
+    layers: tuple[Any, Any],
+    apart: threading.Barrier,
+) -> None:
+    """Two forwards with one plan. Then rank 0 runs their backward passes in order, and the others do not."""
+    own = plan.for_rank(rank)
+    losses = []
+    for seed, layer in enumerate(layers):
+        rows, k, v, _ = tensors_for(own, seed=seed)
+        losses.append(attend(rows, k, v, own, context=context, layer=layer).sum())
+    apart.wait(20.0)
+    for loss in losses if rank == 0 else reversed(losses):
+        loss.backward()
+
+
+@pytest.mark.parametrize("attend", [_in_one_step, _attend_in_parts])
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_backward_compares_the_layers_of_its_forward(ranks: int, streams: bool, in_parts: bool) -> None:
+def test_backward_compares_the_layers_of_its_forward(ranks: int, streams: bool, attend: Any) -> None:
     plan = plan_for(ranks, 0)
     apart = threading.Barrier(ranks)
-
-    def work(rank: int, context: distca.Context) -> None:
-        own = plan.for_rank(rank)
-        losses = []
-        for layer in range(2):
-            rows, k, v, _ = tensors_for(own, seed=layer)
-            options: dict[str, Any] = {"context": context, "layer": layer}
-            if in_parts:
-                losses.append(_attend_in_parts(rows, k, v, own, **options).sum())
-            else:
-                losses.append(distca.core_attention(rows, k, v, own, **options)[0].sum())
-        apart.wait(20.0)
-        for layer in (0, 1) if rank == 0 else (1, 0):
-            losses[layer].backward()
-
     with loopback_group(plan, timeout=20.0, streams=streams) as contexts:
-        errors = outcomes(contexts, work)
+        errors = outcomes(contexts, lambda r, c: _backward_in_another_order(plan, r, c, attend, (0, 1), apart))
     for rank, error in enumerate(errors):
         assert isinstance(error, distca.PlanMismatchError), error
         assert "layer 0 on rank 0" in str(error) and "layer 1 on rank " in str(error), error
         if not streams:  # a rank whose steps are queued may be a step further by then
             assert str(error).startswith(f"layer {min(rank, 1)}: context ") and "step 3 (backward)" in str(error), error
+
+
+@pytest.mark.parametrize("attend", [_in_one_step, _attend_in_parts, _by_the_operator])
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_backward_passes_of_one_layer_in_another_order_are_an_error_with_both_forward_steps(
+    ranks: int, streams: bool, attend: Any
+) -> None:
+    plan = plan_for(ranks, 0)
+    apart = threading.Barrier(ranks)
+    with loopback_group(plan, timeout=20.0, streams=streams) as contexts:
+        errors = outcomes(contexts, lambda r, c: _backward_in_another_order(plan, r, c, attend, (None, None), apart))
+    for rank, error in enumerate(errors):
+        assert isinstance(error, distca.PlanMismatchError), error
+        assert re.search(
+            r"the backward pass of step (1 on rank 0, of step 2 on rank|2 on rank \d, of step 1)", str(error)
+        )
+        if not streams:  # a rank whose steps are queued may be a step further by then
+            assert f"rank {rank} of {ranks}, step 3 (backward)" in str(error), error
+
+
+def test_backward_passes_over_the_transport_torch_are_compared_too() -> None:
+    with torch_group(_backward_over_torch, 2) as group:
+        for rank in range(2):
+            kind, message = group.receive(rank)
+            assert kind == "PlanMismatchError" and "the backward pass of step " in message, message
+        group.tell("end")
+
+
+def test_backward_of_a_plan_with_a_label_goes_with_any_forward_step() -> None:
+    plan = distca.plan(distca.Layout.from_documents([[40], [40]]), distca.Heads(2, 1, 8), rank=0, label="tick 1")
+    apart = threading.Barrier(2)
+    with loopback_group(plan, timeout=20.0) as contexts:
+        errors = outcomes(
+            contexts, lambda r, c: _backward_in_another_order(plan, r, c, _in_one_step, (None, None), apart)
+        )
+    assert errors == [None, None]
 
 
 @pytest.mark.parametrize(
