@@ -2,7 +2,8 @@
 # make train   train a tiny Llama on two CPU ranks             (ARGS="--steps 50" hands options to `distca train`)
 # make test    run the tests but those of the targets below    (ARGS="-k plan" hands options to pytest)
 # make training  run the tests that train for minutes, which `make test` leaves out: beside the trainers of transformers,
-#              TRL and Lightning, the examples, every feature of a run, kills and what is resumed
+#              TRL and Lightning, the examples, every feature of a run, kills and what is resumed (EVERY=2: every second
+#              form of a run whose processes share the model)
 # make processes  run the tests of processes that die, hang, are interrupted or lose their network: they wait for seconds
 # make fuzz    run the tests of the planner, and of changed plans, with 20 times as many random cases
 # make families  run every causal and masked language model of transformers on two ranks, and train the causal ones by
@@ -11,7 +12,7 @@
 # make titan     install torchtitan; run its models and its Trainer on CPU ranks: exact, or refused with the reason
 # make pipeline  run data, tensor and pipeline parallelism together in eight processes, in many forms, and with
 #              torch.distributed.pipelining: exact
-# make megatron  run Megatron-core with distca in many forms (EVERY=2: in every second), in four and in eight processes:
+# make megatron  run Megatron-core with distca in many forms (EVERY=3: in every third), in four and in eight processes:
 #              exact
 # make pretraining  run pretrain_llama.sh by bash and, where Slurm is installed, as jobs of a cluster of two nodes; run
 #              forms of four processes beside Megatron's own schedule
@@ -96,7 +97,7 @@ test: $(VENV)/built-all $(VENV)/test-ready $(VENV)/programs-ready
 	  $(PRETRAINING) $(TITAN) $(PROTOCOL) $(PROCESSES)) $(ARGS)
 
 training: $(VENV)/built-all $(VENV)/test-ready
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(TRAINING) $(ARGS)
+	EVERY=$(EVERY) $(BIN)/python -m pytest -n 2 --dist worksteal $(TRAINING) $(ARGS)
 
 processes: $(VENV)/built-all $(VENV)/test-ready
 	$(BIN)/python -m pytest -n 4 --dist worksteal $(PROCESSES) $(ARGS)

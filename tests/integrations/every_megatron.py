@@ -27,8 +27,8 @@ MIDDLE = 24
 
 
 def _some(cases: list[Case]) -> list[Case]:
-    """Those of them that run: with EVERY=2 every second one, and all that write or read checkpoints."""
-    return thinned(cases, always=lambda case: bool(case.reads or case.writes))
+    """Those of them that run: every EVERY-th one, and all that write checkpoints."""
+    return thinned(cases, always=lambda case: bool(case.writes))
 
 
 Compare = Callable[[list[Case], list[list[Result]], list[Result]], None]
