@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from distca import _C
+from distca.connect.row_exchange import GroupRows, RowExchange
 from distca.errors import refusals_told
 from distca.heads import LayerHeads, shapes_of
 from distca.max_logits import MaxLogits
@@ -72,6 +73,7 @@ class Context(Registered):
         nsys: bool = False,
         emulation: ModuleType | None = None,
         timeout: float | None = None,
+        rows: RowExchange | None = None,
     ) -> None:
         self._core: _C.Context | None = core
         self._exchange, self._watch = exchange, watch
@@ -93,6 +95,7 @@ class Context(Registered):
         self.nsys = nsys
         self.timeout = timeout
         self._lengths_exchange: LengthsExchange | None = None
+        self._row_exchange = rows
         self._finder: MaxLogits | None = None  # what `max_logits` has made, while it is in use
         self._is_recording = False
         self._short_heap_is_noted = threading.Lock()  # never released; plans may be made in several threads
@@ -153,6 +156,18 @@ class Context(Registered):
         if self._lengths_exchange is None and self.num_ranks > 1:
             self._lengths_exchange = LengthsExchange(group, self.timeout)
         return self._lengths_exchange
+
+    def row_exchange(self) -> RowExchange:
+        """What hands rows of any tensor from rank to rank, for integrations. The first call makes it, on all ranks.
+
+        Raises:
+            PeerDiedError, PeerTimeoutError: a rank has ended, or does not come.
+        """
+        if self._row_exchange is None:
+            of_all = self.global_ranks == [*range(dist.get_world_size())]
+            device = torch.device(self.device).type
+            self._row_exchange = GroupRows(None if of_all else self.global_ranks, device, self.timeout)
+        return self._row_exchange
 
     def check(self) -> None:
         """Raises the fault that this rank has met, if any, and waits for nothing.
@@ -262,6 +277,8 @@ class Context(Registered):
                 self._exchange.close()
             if self._lengths_exchange is not None:
                 self._lengths_exchange.close()
+            if self._row_exchange is not None:
+                self._row_exchange.close()
             _log.info("context %r: closed after %d steps", self.name, self._last_step)
 
     def __enter__(self) -> Context:

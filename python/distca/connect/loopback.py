@@ -10,6 +10,7 @@ import torch
 
 from distca import _C
 from distca.connect.options import attention_problem, chosen_attention, core_options, device_name, slot_bytes_of
+from distca.connect.row_exchange import Meeting, ThreadRows
 from distca.context import Context
 from distca.errors import InvalidArgumentError
 from distca.heads import LayerHeads
@@ -79,4 +80,6 @@ def make_group(
         **options,
         **core_options(slot_bytes_of(max_tokens, heads, heap_bytes), timeout, cost),
     )
-    return [Context(core, heads, cost, emulation=emulation) for core in cores]
+    meeting = Meeting(num_ranks)
+    rows = [ThreadRows(meeting, rank, timeout) for rank in range(num_ranks)]
+    return [Context(core, heads, cost, emulation=emulation, rows=rows[core.rank]) for core in cores]

@@ -122,7 +122,7 @@ def with_plan(
     plan, context = here
     found = find_context(context)
     with refusals_told(found):
-        _check(model, *here.rows, args, kwargs, is_whole)
+        _check(model, here, args, kwargs, is_whole)
     takes_keywords = parameters_of(type(model).forward)[1]
     _keep_plan_in_checkpoints(model)
     kwargs = {name: value for name, value in kwargs.items() if name not in ("plan", "distca_context")}
@@ -157,17 +157,13 @@ def with_plan(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _check(
-    model: PreTrainedModel,
-    layout: Layout,
-    rank: int,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    is_whole: bool,
+    model: PreTrainedModel, here: Current, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_whole: bool
 ) -> None:
+    layout, rank = here.rows
     names, takes_keywords = parameters_of(type(model).forward)
     inner = parameters_of(type(model.get_decoder()).forward)[0] if takes_keywords else []
     arguments = dict(zip(names, args, strict=False)) | dict(kwargs)
-    check_model(model, layout.num_ranks, layout)
+    check_model(model, layout.num_ranks, layout, in_pipeline=isinstance(here.plan, PlanSource))
     _check_axes(model, arguments)
     _check_positions(model, layout, rank, arguments, "position_ids" in (*names, *inner))
     _check_checkpoints(model)

@@ -1,8 +1,8 @@
 """What in a model of transformers no plan can express. It is read from the model's configuration and modules.
 
 A plan knows rows by document and position. Anything else in a model that looks along the rows of its tensor sees the
-borders of ranks instead of those of documents. Recurrent modules run on each document by itself (hf_recurrent.py), if
-documents are whole. What else there is (positions counted by row, other convolutions) is refused here.
+borders of ranks instead of those of documents. Recurrent modules run on each document by itself (hf_recurrent.py).
+What else there is (positions counted by row, other convolutions) is refused here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from distca.integrations.hf_models import ATTENTION, NO_ATTENTION, REFUSED, kinds_of, own_modules, refuse, takes_plans
+from distca.integrations.hf_models import (
+    ATTENTION,
+    NO_ATTENTION,
+    REFUSED,
+    check_has_attention,
+    kinds_of,
+    own_modules,
+    refuse,
+    takes_plans,
+)
 from distca.integrations.hf_recurrent import cut_document, is_recurrent, looks_along_rows, run_by_document
 from distca.integrations.hf_results import check_pooling, is_one_of, pools
 from distca.integrations.hf_rope import watch
@@ -93,10 +102,13 @@ def _counts_from_padding(module: torch.nn.Module) -> bool:
     return hasattr(module, "position_embeddings") and any(hasattr(module, name) for name in makers)
 
 
-def check_model(model: PreTrainedModel, num_ranks: int, layout: Layout | None = None) -> None:
+def check_model(
+    model: PreTrainedModel, num_ranks: int, layout: Layout | None = None, *, in_pipeline: bool = False
+) -> None:
     """Raises InvalidArgumentError if a plan cannot express something in the model. The message names it.
 
-    Without a layout, documents are taken to be cut in some step.
+    Without a layout, documents are taken to be cut in some step. `in_pipeline` says that ranks of other stages share
+    the steps.
     """
     config = model.config.get_text_config()
     kind = config.model_type
@@ -106,8 +118,9 @@ def check_model(model: PreTrainedModel, num_ranks: int, layout: Layout | None = 
         other is not None,
         f"the model has layers of type {other}, which choose their keys themselves: not supported yet",
     )
+    check_has_attention(kinds_of(config))
     examined = examine(model)
-    _check_recurrent(config, examined, num_ranks, layout)
+    _check_recurrent(config, examined, num_ranks, layout, in_pipeline)
     along = examined.along_rows
     refuse(
         along is not None,
@@ -148,7 +161,9 @@ def _calls_forward(forward: Callable[..., Any]) -> bool:
     return "self.model.forward(" in inspect.getsource(forward)
 
 
-def _check_recurrent(config: PreTrainedConfig, examined: Examined, num_ranks: int, layout: Layout | None) -> None:
+def _check_recurrent(
+    config: PreTrainedConfig, examined: Examined, num_ranks: int, layout: Layout | None, in_pipeline: bool
+) -> None:
     """Raises InvalidArgumentError if recurrent layers cannot run on each document by itself."""
     num_layers = sum(kind in _RECURRENT for kind in kinds_of(config))
     refuse(
@@ -159,21 +174,13 @@ def _check_recurrent(config: PreTrainedConfig, examined: Examined, num_ranks: in
     if not examined.recurrent:
         return
     name, module = next(iter(examined.recurrent.items()))
-    if layout is not None and layout.branches:
-        branch, begins = next(iter(layout.branches.items()))
-        refuse(
-            True,
-            f"the model's module {name} ({type(module).__name__}) carries a state from row to row, and document "
-            f"{branch} would have to go on from that of document {begins[-1][0]}, with whose rows it begins: give each "
-            "document rows of its own",
-        )
     cut = None if layout is None else cut_document(layout)
-    if layout is None or cut is not None:
+    if in_pipeline and (layout is None or cut is not None):
         where = "documents may be cut between ranks" if cut is None else f"document {cut[0]} is cut on rank {cut[1]}"
         refuse(
             True,
-            f"the model's module {name} ({type(module).__name__}) carries a state from row to row, and {where}: take "
-            "homes of whole documents, such as distca.Layout.from_documents",
+            f"the model's module {name} ({type(module).__name__}) carries a state from row to row, and {where}: in a "
+            "pipeline take homes of whole documents, such as distca.Layout.from_documents",
         )
     inner = (
         (f"{name}.{path}", part)

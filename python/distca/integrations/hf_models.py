@@ -27,6 +27,7 @@ ATTENTION = {
 NO_ATTENTION = ("linear_attention", "mamba", "conv", "mlp", "moe")
 #: By model type, why a model cannot take a plan. Neither its modules nor its layer types tell this.
 REFUSED = {
+    "convbert": "the model's attention has a convolution, over the borders of documents and ranks",
     "blt": "the model groups the bytes of a row into patches, and attends to those",
     "deepseek_v4": "the model attends to compressed groups of rows",
     "reformer": "the model attends among rows that it has hashed alike",
@@ -188,8 +189,16 @@ def _attention_layers(config: Any) -> list[tuple[int, Window]]:
             "their keys themselves",
         )
     layers = [(layer, _window_of_layer(config, layer)) for layer, kind in enumerate(kinds) if kind in ATTENTION]
-    refuse(not layers, f"none of the model's layers has attention; their types are {', '.join(dict.fromkeys(kinds))}")
+    check_has_attention(kinds)
     return layers
+
+
+def check_has_attention(kinds: list[str]) -> None:
+    """Refuses a model none of whose layers has attention. `kinds` are their types, as far as its configuration says."""
+    refuse(
+        bool(kinds) and not any(kind in ATTENTION for kind in kinds),
+        f"none of the model's layers has attention; their types are {', '.join(dict.fromkeys(kinds))}",
+    )
 
 
 def _check_has_layers(config: Any) -> None:

@@ -1,7 +1,7 @@
 """Modules that carry something from row to row other than by attention: linear attention, state spaces, convolutions.
 
 A rank's documents lie in one packed row, and such a module would go on over their borders. With a plan it runs on each
-document by itself. This needs documents that are whole on their ranks, because nothing is handed from rank to rank.
+document by itself. The rows of a document that is cut between ranks come together on one of them for that.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from distca.connect.row_exchange import RowExchange
+from distca.context import Context
 from distca.current import current
 from distca.errors import InvalidArgumentError
+from distca.planner.gathering import Gathering, gathering
 from distca.planner.layout import PADDING, Layout
+from distca.registry import find_context
 
 #: Recurrent modules that nothing in them tells from attention.
 _BY_NAME = ("MiniMaxLightningAttention",)
@@ -83,18 +87,79 @@ def _forward(
     leaves, spec = tree_flatten((args, kwargs), is_leaf=_is_cache)
     leaves = [None if _is_cache(leaf) else leaf for leaf in leaves]
     num_rows = next(leaf.shape[1] for leaf in leaves if isinstance(leaf, torch.Tensor))
-    lengths = [end - begin for _, begin, end in whole_pieces(layout, rank)]
-    if sum(lengths) != num_rows:
+    if layout.num_rows(rank) != num_rows:
         raise InvalidArgumentError(
-            f"{type(module).__name__}: {num_rows} rows, and the plan has {sum(lengths)} on rank {rank}"
+            f"{type(module).__name__}: {num_rows} rows, and the plan has {layout.num_rows(rank)} on rank {rank}"
         )
+    have_rows = [_has_rows(leaf, num_rows) for leaf in leaves]
+    gathered = gathering(layout, rank)
+    if gathered is None:
+        lengths = [end - begin for _, begin, end in whole_pieces(layout, rank)]
+        outputs = _run_on_each(forward, leaves, have_rows, spec, lengths)
+        return tree_map(functools.partial(_joined, lengths), *outputs)
+
+    exchange = _exchange_in(here.context) if gathered.is_moved else None
+    if exchange is not None:
+        have_rows = _agreed(module, "arguments", leaves, have_rows, gathered, exchange)
+    leaves = [
+        gathered.gather(leaf[0], exchange)[None] if of_rows else leaf
+        for leaf, of_rows in zip(leaves, have_rows, strict=True)
+    ]
+    outputs = [tree_flatten(one) for one in _run_on_each(forward, leaves, have_rows, spec, gathered.lengths)]
+    of_leaves = [*zip(*(of_document for of_document, _ in outputs), strict=True)]
+    have_rows = [all(map(_has_rows, of_documents, gathered.lengths)) for of_documents in of_leaves]
+    last, spec = outputs[-1]
+    if exchange is not None:
+        have_rows = _agreed(module, "result", last, have_rows, gathered, exchange)
+    leaves = [
+        gathered.scatter(torch.cat(of_documents, dim=1)[0], exchange)[None] if of_rows else of_documents[-1]
+        for of_documents, of_rows in zip(of_leaves, have_rows, strict=True)
+    ]
+    return tree_unflatten(leaves, spec)
+
+
+def _run_on_each(
+    forward: Callable[..., Any], leaves: list[Any], have_rows: list[bool], spec: TreeSpec, lengths: list[int]
+) -> list[Any]:
+    """What the module returns for each document, whose rows lie one after another in those arguments that have rows."""
     outputs, begin = [], 0
     for length in lengths:
-        of_document = [_rows(leaf, num_rows, begin, begin + length) for leaf in leaves]
+        of_document = [
+            leaf[:, begin : begin + length] if of_rows else leaf
+            for leaf, of_rows in zip(leaves, have_rows, strict=True)
+        ]
         args, kwargs = tree_unflatten(of_document, spec)
         outputs.append(forward(*args, **kwargs))
         begin += length
-    return tree_map(functools.partial(_joined, lengths), *outputs)
+    return outputs
+
+
+def _exchange_in(context: Context | str) -> RowExchange:
+    found = find_context(context)
+    if found is None:
+        raise InvalidArgumentError(f"there is no context {context!r}, over which documents that are cut get together")
+    return found.row_exchange()
+
+
+def _agreed(
+    module: torch.nn.Module,
+    what: str,
+    leaves: list[Any],
+    mine: list[bool],
+    gathered: Gathering,
+    exchange: RowExchange,
+) -> list[bool]:
+    """Which of the leaves have rows on all ranks, as these tell each other in the first call with such leaves. To one
+    rank something else may look like rows, such as a state of as many heads as its document has rows.
+    """
+    known: dict[Any, list[bool]] = module.__dict__.setdefault("_distca_have_rows", {})
+    kinds = what, *((leaf.dtype, leaf.dim()) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+    if kinds not in known:
+        device = next(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
+        each = [1] * len(gathered.num_come)
+        told = torch.tensor([mine for _ in each], dtype=torch.bool, device=device)
+        known[kinds] = exchange.move(told, each, each).all(dim=0).tolist()
+    return known[kinds]
 
 
 def _is_cache(value: object) -> bool:
@@ -102,17 +167,14 @@ def _is_cache(value: object) -> bool:
     return isinstance(value, Cache) or type(value).__name__.endswith("Cache")
 
 
-def _rows(value: Any, num_rows: int, begin: int, end: int) -> Any:
-    """Rows of a tensor ``[1, T, ...]``. Anything else is left as it is."""
-    if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[:2] == (1, num_rows):
-        return value[:, begin:end]
-    return value
+def _has_rows(value: Any, num_rows: int) -> bool:
+    """Whether the value is a tensor ``[1, T, ...]`` of that many rows."""
+    return isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[:2] == (1, num_rows)
 
 
 def _joined(lengths: list[int], *of_documents: Any) -> Any:
     """The rows of all documents, one after another. What has no rows is that of the last document."""
-    rows = zip(of_documents, lengths, strict=True)
-    if all(isinstance(one, torch.Tensor) and one.dim() >= 2 and one.shape[:2] == (1, length) for one, length in rows):
+    if all(_has_rows(one, length) for one, length in zip(of_documents, lengths, strict=True)):
         return torch.cat(of_documents, dim=1)
     return of_documents[-1]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from distca.connect.private_group import PrivateGroup
 from distca.errors import DistcaError, InvalidArgumentError, PeerDiedError, PeerLeftError, PeerTimeoutError
 
 Loaded = TypeVar("Loaded", covariant=True)
@@ -40,26 +40,22 @@ class Exchange:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float | None = None) -> None:
-        self.group: dist.ProcessGroup | None = None
+        self._private: PrivateGroup | None = None
         self.num_ranks = 1
-        self._of_all_ranks = group is None or group == dist.group.WORLD
-        if not dist.is_initialized():
-            return
-        limit = None if timeout is None else timedelta(seconds=timeout)
-        if self._of_all_ranks:
-            self.group = dist.new_group(timeout=limit, backend="gloo")
-        else:
-            members = dist.get_process_group_ranks(group)
-            self.group = dist.new_group(members, timeout=limit, backend="gloo", use_local_synchronization=True)
-        self.num_ranks = dist.get_world_size(self.group)
+        if dist.is_initialized():
+            of_all = group is None or group == dist.group.WORLD
+            self._private = PrivateGroup(None if of_all else dist.get_process_group_ranks(group), timeout, "gloo")
+            self.num_ranks = dist.get_world_size(self.group)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group; None if this rank is alone, and once it is closed."""
+        return None if self._private is None else self._private.group
 
     def close(self) -> None:
         """Leaves the group."""
-        # A group of some ranks stays until torch.distributed ends. torch names it after its members; a second group of
-        # that name would read the addresses of the first.
-        if self.group is not None and self._of_all_ranks and dist.is_initialized():
-            dist.destroy_process_group(self.group)
-        self.group = None
+        if self._private is not None:
+            self._private.close()
 
     def counts(self, mine: int) -> list[int]:
         """What each rank says about the step: the number of its words, or one of the codes."""

@@ -114,21 +114,14 @@ RECURRENT: dict[str, Case] = {
     "lfm2, convolutions": Case("lfm2", {"layer_types": ["conv", "full_attention"]}),
     "recurrent_gemma, attention": Case("recurrent_gemma", {"block_types": ["recurrent", "attention"]}),
 }
-CASES |= RECURRENT
-CASES |= {f"{name}, whole documents": dataclasses.replace(case, whole=True) for name, case in RECURRENT.items()}
+CASES |= {name: dataclasses.replace(case, recurrent=True) for name, case in RECURRENT.items()}
 CASES = {name: case for name, case in CASES.items() if case.entry in tiny.CLASSES}  # older versions lack some
 
 #: What the errors of refused cases say, and the cases that get each error.
 REFUSED: dict[str, tuple[str, ...]] = {
     "layers of the window None differ in their heads": ("laguna, heads of each layer",),
-    "carries a state from row to row, and document 0 is cut on rank 0: take homes of whole documents": (
-        *RECURRENT,
-        "convbert, masked",
-    ),
     "none of the model's layers has attention": ("bamba", "granitemoehybrid", "jamba", "recurrent_gemma"),
-    "a position bias is not supported yet": tuple(
-        f"{name}, whole documents" for name in ("inkling2_loop_text", "inkling2_text", "inkling_text")
-    ),
+    "a position bias is not supported yet": ("inkling2_loop_text", "inkling2_text", "inkling_text"),
     r"is of type (indexed_attention|heavily_compressed_attention|minimax_m3_sparse), .* choose their keys themselves": (
         *(
             "qwen4_exp",
@@ -143,6 +136,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         ),
         "minimax_m3_vl_text, chosen keys",
     ),
+    "the model's attention has a convolution": ("convbert, masked",),
     "the model attends among rows that it has hashed alike": ("reformer", "reformer, masked"),
     r"scales embeddings by how many rows are masked \(token_dropout\), over the borders of documents": (
         "esm, scaled by masks",
@@ -240,5 +234,5 @@ def with_rope(kind: str) -> dict[str, Case]:
             options["max_position_embeddings"] = _LONG
         elif hasattr(config, "original_max_position_embeddings"):
             options["original_max_position_embeddings"] = _LONG
-        cases[entry] = Case(entry, options)
+        cases[entry] = Case(entry, options, recurrent=CASES[entry].recurrent)
     return cases

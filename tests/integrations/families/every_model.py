@@ -36,7 +36,7 @@ def test_a_model_cut_between_two_ranks_is_exact_or_refused_with_the_reason(name:
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_takes_documents_that_share_rows_if_it_is_exact_where_documents_are_cut(name: str) -> None:
     verdict = found(CASES[name])
-    if expected_kind(name) == "exact" and not CASES[name].whole and not CASES[name].sees_both_sides:
+    if expected_kind(name) == "exact" and not CASES[name].sees_both_sides:
         assert verdict == "exact"
     else:
         assert verdict.startswith("refused: "), verdict

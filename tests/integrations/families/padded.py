@@ -26,7 +26,7 @@ _FROM_EMBEDDINGS = ("fuyu", "got_ocr2", "moss_transcribe_diarize")
 def is_exact(name: str, share_prompts: bool) -> bool:
     """Whether the model has to take padded batches. One that is refused elsewhere may take those of one rank."""
     case = CASES[name]
-    may_share = not case.whole and not case.sees_both_sides and case.entry not in _FROM_EMBEDDINGS
+    may_share = not case.sees_both_sides and case.entry not in _FROM_EMBEDDINGS
     return expected_kind(name) == "exact" and (may_share or not share_prompts)
 
 
@@ -83,6 +83,6 @@ def found(case: Case, share_prompts: bool) -> str:
                 ours = Results(loss.item(), gradients(model), torch.cat(logits()), 0)
     except distca.InvalidArgumentError as error:
         return f"refused: {error}"
-    norm = RECURRENT_NORM if case.whole else NORM
+    norm = RECURRENT_NORM if case.recurrent else NORM
     name, error = worst_error(ours, _reference(case), trained=True, loss=LOSS, norm=norm)
     return "exact" if error <= 1 else f"fails: {name} differs by {error:.2f} of what is allowed"

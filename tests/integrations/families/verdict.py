@@ -111,7 +111,7 @@ def _judged(
     first, second = results
     grads = {name: first.grads[name] + second.grads[name] for name in first.grads}
     ours = Results(first.loss + second.loss, grads, torch.cat([first.logits, second.logits]), first.calls)
-    norm = RECURRENT_NORM if case.whole else NORM
+    norm = RECURRENT_NORM if case.recurrent else NORM
     name, error = worst_error(ours, expected(), trained=way.train, loss=LOSS, norm=norm)
     if way.labels:
         wanted = loss_of(expected().logits, torch.cat([document.targets for document in documents()])).item()

@@ -91,7 +91,7 @@ def check_plans(model: PreTrainedModel, config: TrainConfig) -> None:
     hf.check_model(model, ranks, Layout.from_documents([[1]] * ranks))  # any layout without a cut
     if config.data_ranks > 1 and config.homes != "whole":
         try:
-            hf.check_model(model, ranks)
+            hf.check_model(model, ranks, in_pipeline=config.pipeline > 1)
         except InvalidArgumentError as error:
             raise ConfigError(f"--homes is {config.homes}, must be whole: {error}") from error
 

@@ -1,0 +1,232 @@
+"""Rows of documents that are cut between ranks, or that begin with rows of others: brought together, and back."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from distca.connect.row_exchange import RowExchange
+from distca.planner.layout import PADDING, Layout
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """Which whole documents a rank has once every document has all that it sees on one rank, and how rows get there.
+
+    Documents that have it anyway stay where they are. The others go, the longest first, to the rank that has the fewest
+    rows by then, where rows that it has anyway do not count. All ranks conclude alike.
+
+    Attributes:
+        lengths: the rows of each whole document on this rank, and of each run of padding. A rank without documents
+            takes one row of its own as one, or a row of zeros, because a module that runs on documents must run on all
+            ranks: its weights may be spread over them.
+        is_moved: whether rows go from rank to rank.
+        leave: the numbers of the rows that leave, by the rank that they go to.
+        num_leave, num_come: how many rows go to each rank, and come from it.
+        take: for each row of these documents its number among this rank's rows and, after them, those that came.
+        give: the numbers of the rows, among those of the documents, that go back, by rank.
+        num_give, num_return: how many rows go back to each rank, and come back from it.
+        place: for each row of this rank its number among those of the documents and, after them, those that came back.
+    """
+
+    lengths: list[int]
+    is_moved: bool
+    leave: torch.Tensor
+    num_leave: list[int]
+    num_come: list[int]
+    take: torch.Tensor
+    give: torch.Tensor
+    num_give: list[int]
+    num_return: list[int]
+    place: torch.Tensor
+
+    def gather(self, rows: torch.Tensor, exchange: RowExchange | None) -> torch.Tensor:
+        """The rows of this rank's whole documents.
+
+        Args:
+            rows: this rank's rows ``[T, ...]``.
+            exchange: between the ranks, where rows move.
+        """
+        have = [rows]
+        if self.is_moved:
+            assert exchange is not None
+            have.append(exchange.move(_at(rows, self.leave), self.num_leave, self.num_come))
+        if not any(map(len, have)):
+            have.append(rows.new_zeros(1, *rows.shape[1:]))
+        return _at(torch.cat(have), self.take)
+
+    def scatter(self, rows: torch.Tensor, exchange: RowExchange | None) -> torch.Tensor:
+        """The reverse of `gather`."""
+        have = [rows]
+        if self.is_moved:
+            assert exchange is not None
+            have.append(exchange.move(_at(rows, self.give), self.num_give, self.num_return))
+        return _at(torch.cat(have), self.place)
+
+
+def _at(rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    return rows.index_select(0, numbers.to(rows.device))
+
+
+_gatherings: weakref.WeakKeyDictionary[Layout, dict[int, Gathering | None]] = weakref.WeakKeyDictionary()
+
+
+def gathering(layout: Layout, rank: int) -> Gathering | None:
+    """How documents get together; None if each of them lies on one rank, all that it sees in a row."""
+    of_rank = _gatherings.setdefault(layout, {})
+    if rank not in of_rank:
+        of_rank[rank] = _gathering(layout, rank)
+    return of_rank[rank]
+
+
+class _Piece(NamedTuple):
+    """Rows of a document that follow each other on a rank.
+
+    Attributes:
+        document: the document; `PADDING` for padding.
+        begin: the first of them, of all rows that the document sees.
+        length: their number.
+        rank: the rank that has them.
+        row: the number of the first one among its rows.
+        is_own: whether they are the document's own, and not shared.
+    """
+
+    document: int
+    begin: int
+    length: int
+    rank: int
+    row: int
+    is_own: bool = True
+
+
+def _gathering(layout: Layout, rank: int) -> Gathering | None:
+    documents, padding = _pieces(layout, rank)
+    if all(len(pieces) == 1 for pieces in documents):
+        return None
+    owners = _owners(layout, documents)
+
+    # Documents of this rank in the order of its rows, then those of which it has none of their own.
+    num_rows = layout.num_rows(rank)
+    here = [*padding, *(pieces for pieces, owner in zip(documents, owners, strict=True) if owner == rank)]
+    here.sort(key=lambda pieces: next((p.row for p in pieces if p.rank == rank and p.is_own), num_rows))
+    go: list[list[_Piece]] = [[] for _ in range(layout.num_ranks)]
+    come: list[list[_Piece]] = [[] for _ in range(layout.num_ranks)]
+    for pieces, owner in zip(documents, owners, strict=True):
+        for piece in pieces:
+            if piece.rank == rank != owner:
+                go[owner].append(piece)
+            if piece.rank != rank == owner:
+                come[piece.rank].append(piece)
+    give, back = _own(come), _own(go)
+
+    first = {piece: piece.row for pieces in here for piece in pieces if piece.rank == rank}
+    first |= _one_after_another(come, num_rows)  # the number of a piece's first row among those that are here
+    computed = _one_after_another(here, 0)
+    returned = _one_after_another(back, max(sum(_lengths(here)), 1))
+    place = torch.zeros(num_rows, dtype=torch.int64, device="cpu")
+    for piece, begin in (computed | returned).items():
+        if piece.rank == rank and piece.is_own:
+            place[piece.row : piece.row + piece.length] = torch.arange(begin, begin + piece.length, device="cpu")
+    return Gathering(
+        lengths=_lengths(here) or [1],
+        is_moved=any(p.rank != owner for pieces, owner in zip(documents, owners, strict=True) for p in pieces),
+        leave=_numbers((piece.row, piece) for of_rank in go for piece in of_rank),
+        num_leave=_lengths(go),
+        num_come=_lengths(come),
+        take=_numbers((first[piece], piece) for pieces in here for piece in pieces) if here else place.new_zeros(1),
+        give=_numbers((computed[piece], piece) for of_rank in give for piece in of_rank),
+        num_give=_lengths(give),
+        num_return=_lengths(back),
+        place=place,
+    )
+
+
+def _own(of_ranks: list[list[_Piece]]) -> list[list[_Piece]]:
+    return [[piece for piece in of_rank if piece.is_own] for of_rank in of_ranks]
+
+
+def _lengths(pieces: Sequence[Sequence[_Piece]]) -> list[int]:
+    return [sum(piece.length for piece in some) for some in pieces]
+
+
+def _one_after_another(pieces: list[list[_Piece]], begin: int) -> dict[_Piece, int]:
+    """The number of each piece's first row, if they lie one after another from `begin` on."""
+    flat = [piece for some in pieces for piece in some]
+    return dict(zip(flat, itertools.accumulate((p.length for p in flat), initial=begin), strict=False))
+
+
+def _numbers(pieces: Iterable[tuple[int, _Piece]]) -> torch.Tensor:
+    """The numbers of the rows of pieces, each of which is given with that of its first row."""
+    parts = [torch.arange(begin, begin + piece.length, device="cpu") for begin, piece in pieces]
+    return torch.cat([torch.zeros(0, dtype=torch.int64, device="cpu"), *parts])
+
+
+def _pieces(layout: Layout, rank: int) -> tuple[list[list[_Piece]], list[list[_Piece]]]:
+    """The pieces of all that each document sees, in order, and each run of padding on this rank."""
+    own: list[list[_Piece]] = [[] for _ in layout.document_lengths]
+    padding: list[list[_Piece]] = []
+    for on in range(layout.num_ranks):
+        row = 0
+        for document, begin, end in layout.segments(on):
+            piece = _Piece(document, begin, end - begin, on, row)
+            row += piece.length
+            if document != PADDING:
+                own[document].append(piece)
+            elif on == rank:
+                padding.append([piece])
+    own = [_joined(sorted(pieces)) for pieces in own]
+    documents = list(own)
+    for document, shared in layout.branches.items():
+        before: list[_Piece] = []
+        begin = 0
+        for other, first, last in shared:
+            before += _part(own[other], first, last, document, begin)
+            begin += last - first
+        documents[document] = before + own[document]
+    return documents, padding
+
+
+def _joined(pieces: list[_Piece]) -> list[_Piece]:
+    """The same rows; pieces that follow each other on a rank are one."""
+    joined: list[_Piece] = []
+    for piece in pieces:
+        if joined and joined[-1].rank == piece.rank and joined[-1].row + joined[-1].length == piece.row:
+            before = joined.pop()
+            piece = before._replace(length=before.length + piece.length)
+        joined.append(piece)
+    return joined
+
+
+def _part(pieces: list[_Piece], first: int, last: int, document: int, begin: int) -> list[_Piece]:
+    """The rows ``[first, last)`` of another document that `document` sees from its row `begin` on."""
+    parts = []
+    for piece in pieces:
+        low, high = max(first, piece.begin), min(last, piece.begin + piece.length)
+        if low < high:
+            row = piece.row + low - piece.begin
+            parts.append(_Piece(document, begin + low - first, high - low, piece.rank, row, is_own=False))
+    return parts
+
+
+def _owners(layout: Layout, documents: list[list[_Piece]]) -> list[int]:
+    """The rank on which each document is whole."""
+    owners = [pieces[0].rank for pieces in documents]
+    lengths, load, apart = _lengths(documents), [0] * layout.num_ranks, []
+    for document, pieces in enumerate(documents):
+        if all(piece.rank == owners[document] for piece in pieces):
+            load[owners[document]] += lengths[document]
+        else:
+            apart.append(document)
+    for document in sorted(apart, key=lambda document: -lengths[document]):
+        has = [0] * layout.num_ranks
+        for piece in documents[document]:
+            has[piece.rank] += piece.length
+        owner = min(range(layout.num_ranks), key=lambda rank: load[rank] - has[rank])
+        owners[document] = owner
+        load[owner] += lengths[document]
+    return owners
