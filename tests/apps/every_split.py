@@ -38,8 +38,8 @@ NOT_OF_A_RUN = {
 }
 """Cases that `distca train` refuses on any number of ranks."""
 
-WHOLE = [name for name, case in CASES.items() if expected_kind(name) == "exact" and case.whole]
-"""Models that need whole documents."""
+RECURRENT = [name for name, case in CASES.items() if expected_kind(name) == "exact" and case.recurrent]
+"""Models with recurrent layers."""
 
 SHARED_BOTH_WAYS = {
     "llama",
@@ -58,7 +58,7 @@ EXACT = thinned(
     (
         name
         for name, case in CASES.items()
-        if expected_kind(name) == "exact" and not case.whole and not case.sees_both_sides
+        if expected_kind(name) == "exact" and not case.recurrent and not case.sees_both_sides
     ),
     always=SHARED_BOTH_WAYS.__contains__,
 )
@@ -93,16 +93,14 @@ def _splits_of(config: TrainConfig) -> list[TrainConfig]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", WHOLE)
-def test_a_model_that_needs_whole_documents_is_not_shared_and_the_reason_is_its_layers(
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_model_with_recurrent_layers_is_shared_by_no_stages_and_no_tensor_ranks_which_an_error_says(
     name: str, tmp_path: Path
 ) -> None:
     write_texts(tmp_path)
     _write_model(name, tmp_path / "model")
     config = TrainConfig(data=tmp_path / "data", model=str(tmp_path / "model"), tokens_per_rank=TOKENS)
-    assert not _splits_of(dataclasses.replace(config, homes="whole"))
-    with pytest.raises(ConfigError, match="^--homes is packed, must be whole: .*carries a state from row to row"):
-        check_before_start(dataclasses.replace(config, ranks=4, tensor=2), VOCABULARY)
+    assert not _splits_of(config)
 
 
 @without_pictures()

@@ -457,11 +457,11 @@ FAULTS = [
         (MERGED,),
     ),
     Fault(
-        "branches: recurrent models take them",
-        "python/distca/integrations/hf_limits.py",
-        "if layout is not None and layout.branches:",
-        "if layout is None:",
-        (MODELS,),
+        "branches: recurrent layers run on their own rows alone",
+        "python/distca/planner/gathering.py",
+        "        documents[document] = before + own[document]\n",
+        "        documents[document] = own[document]\n",
+        ("tests/plan/test_gathering.py",),
     ),
     Fault(
         "branches: a branch counts as cut where its own rows are whole",

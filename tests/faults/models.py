@@ -3,6 +3,9 @@
 from faults.fault import Fault
 
 RECURRENT = "tests/integrations/test_hf_recurrent.py"
+CUT = "tests/integrations/test_hf_recurrent_cut.py"
+GATHERINGS = "tests/plan/test_gathering.py"
+GATHERING = "python/distca/planner/gathering.py"
 FAMILIES = "tests/integrations/test_families.py"
 CHUNKS = "tests/plan/test_chunks.py"
 HEADS = "tests/plan/test_layer_heads.py"
@@ -14,7 +17,7 @@ FAULTS = [
         "a recurrent layer goes on over the borders of documents",
         "python/distca/integrations/hf_recurrent.py",
         "    for length in lengths:\n",
-        "    for length in [num_rows]:\n",
+        "    for length in [sum(lengths)]:\n",
         (RECURRENT,),
     ),
     Fault(
@@ -39,11 +42,53 @@ FAULTS = [
         (RECURRENT,),
     ),
     Fault(
-        "recurrent layers take documents that are cut between ranks",
+        "recurrent layers in a pipeline take documents that are cut between ranks",
         "python/distca/integrations/hf_limits.py",
-        "    if layout is None or cut is not None:",
-        "    if False:",
-        (FAMILIES,),
+        "            cut is not None or shared is not None,\n",
+        "            shared is not None,\n",
+        (CUT,),
+    ),
+    Fault(
+        "a rank without documents runs a recurrent module on nothing",
+        GATHERING,
+        "for piece in pieces) if here else place.new_zeros(1)\n",
+        "for piece in pieces)\n",
+        (CUT, GATHERINGS),
+    ),
+    Fault(
+        "rows of a branch come back from another branch",
+        GATHERING,
+        "        if piece.rank == rank and piece.is_own:\n",
+        "        if piece.rank == rank:\n",
+        (GATHERINGS, CUT),
+    ),
+    Fault(
+        "rows that are shared go back to where they are",
+        GATHERING,
+        "    give, back = _own(come), _own(go)\n",
+        "    give, back = come, _own(go)\n",
+        (GATHERINGS, CUT),
+    ),
+    Fault(
+        "all cut documents go to the first rank",
+        GATHERING,
+        "key=lambda rank: load[rank] - has[rank])",
+        "key=lambda rank: 0)",
+        (GATHERINGS,),
+    ),
+    Fault(
+        "gradients of rows that moved do not go back",
+        "python/distca/connect/row_exchange.py",
+        "return ctx.exchange.move(gradient, ctx.received, ctx.counts), None, None, None",
+        "return ctx.exchange.move(torch.zeros_like(gradient), ctx.received, ctx.counts), None, None, None",
+        (CUT,),
+    ),
+    Fault(
+        "what looks like rows to one rank is taken for rows",
+        "python/distca/integrations/hf_recurrent.py",
+        "exchange.move(told, each, each).all(dim=0).tolist()",
+        "mine",
+        (CUT,),
     ),
     Fault(
         "chunks are counted from the first row of a segment",

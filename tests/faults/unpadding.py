@@ -100,9 +100,9 @@ FAULTS = [
     ),
     Fault(
         "lengths: they travel over the group of all collectives",
-        "python/distca/planner/exchange.py",
-        '        if self._of_all_ranks:\n            self.group = dist.new_group(timeout=limit, backend="gloo")',
-        "        if self._of_all_ranks:\n            self.group = dist.group.WORLD",
+        "python/distca/connect/private_group.py",
+        "dist.ProcessGroup | None = dist.new_group(",
+        "dist.ProcessGroup | None = dist.group.WORLD if ranks is None else dist.new_group(",
         (TESTS,),
     ),
 ]

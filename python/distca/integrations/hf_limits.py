@@ -107,8 +107,7 @@ def check_model(
 ) -> None:
     """Raises InvalidArgumentError if a plan cannot express something in the model. The message names it.
 
-    Without a layout, documents are taken to be cut in some step. `in_pipeline` says that ranks of other stages share
-    the steps.
+    Without a layout, what depends on it is not checked. `in_pipeline` says that ranks of other stages share the steps.
     """
     config = model.config.get_text_config()
     kind = config.model_type
@@ -174,12 +173,13 @@ def _check_recurrent(
     if not examined.recurrent:
         return
     name, module = next(iter(examined.recurrent.items()))
-    cut = None if layout is None else cut_document(layout)
-    if in_pipeline and (layout is None or cut is not None):
-        where = "documents may be cut between ranks" if cut is None else f"document {cut[0]} is cut on rank {cut[1]}"
+    if in_pipeline and layout is not None:
+        cut = cut_document(layout)
+        shared = next(iter(layout.branches), None)
+        what = f"document {shared} shares rows" if cut is None else f"document {cut[0]} is cut on rank {cut[1]}"
         refuse(
-            True,
-            f"the model's module {name} ({type(module).__name__}) carries a state from row to row, and {where}: in a "
+            cut is not None or shared is not None,
+            f"the model's module {name} ({type(module).__name__}) carries a state from row to row, and {what}: in a "
             "pipeline take homes of whole documents, such as distca.Layout.from_documents",
         )
     inner = (

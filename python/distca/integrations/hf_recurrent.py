@@ -86,13 +86,14 @@ def _forward(
     # A cache would hand the state of a document to the next one.
     leaves, spec = tree_flatten((args, kwargs), is_leaf=_is_cache)
     leaves = [None if _is_cache(leaf) else leaf for leaf in leaves]
-    num_rows = next(leaf.shape[1] for leaf in leaves if isinstance(leaf, torch.Tensor))
+    rows = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    num_rows = rows.shape[1]
     if layout.num_rows(rank) != num_rows:
         raise InvalidArgumentError(
             f"{type(module).__name__}: {num_rows} rows, and the plan has {layout.num_rows(rank)} on rank {rank}"
         )
     have_rows = [_has_rows(leaf, num_rows) for leaf in leaves]
-    gathered = gathering(layout, rank)
+    gathered = gathering(layout, rank, rows.device)
     if gathered is None:
         lengths = [end - begin for _, begin, end in whole_pieces(layout, rank)]
         outputs = _run_on_each(forward, leaves, have_rows, spec, lengths)
@@ -155,9 +156,8 @@ def _agreed(
     known: dict[Any, list[bool]] = module.__dict__.setdefault("_distca_have_rows", {})
     kinds = what, *((leaf.dtype, leaf.dim()) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
     if kinds not in known:
-        device = next(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
         each = [1] * len(gathered.num_come)
-        told = torch.tensor([mine for _ in each], dtype=torch.bool, device=device)
+        told = torch.tensor([mine for _ in each], dtype=torch.bool, device=gathered.take.device)
         known[kinds] = exchange.move(told, each, each).all(dim=0).tolist()
     return known[kinds]
 

@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -55,33 +55,36 @@ class Gathering:
         have = [rows]
         if self.is_moved:
             assert exchange is not None
-            have.append(exchange.move(_at(rows, self.leave), self.num_leave, self.num_come))
+            have.append(exchange.move(rows.index_select(0, self.leave), self.num_leave, self.num_come))
         if not any(map(len, have)):
             have.append(rows.new_zeros(1, *rows.shape[1:]))
-        return _at(torch.cat(have), self.take)
+        return torch.cat(have).index_select(0, self.take)
 
     def scatter(self, rows: torch.Tensor, exchange: RowExchange | None) -> torch.Tensor:
         """The reverse of `gather`."""
         have = [rows]
         if self.is_moved:
             assert exchange is not None
-            have.append(exchange.move(_at(rows, self.give), self.num_give, self.num_return))
-        return _at(torch.cat(have), self.place)
+            have.append(exchange.move(rows.index_select(0, self.give), self.num_give, self.num_return))
+        return torch.cat(have).index_select(0, self.place)
 
 
-def _at(rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    return rows.index_select(0, numbers.to(rows.device))
+_gatherings: weakref.WeakKeyDictionary[Layout, dict[Any, Gathering | None]] = weakref.WeakKeyDictionary()
 
 
-_gatherings: weakref.WeakKeyDictionary[Layout, dict[int, Gathering | None]] = weakref.WeakKeyDictionary()
+def gathering(layout: Layout, rank: int, device: torch.device | str = "cpu") -> Gathering | None:
+    """How documents get together; None if each of them lies on one rank, all that it sees in a row.
 
-
-def gathering(layout: Layout, rank: int) -> Gathering | None:
-    """How documents get together; None if each of them lies on one rank, all that it sees in a row."""
-    of_rank = _gatherings.setdefault(layout, {})
-    if rank not in of_rank:
-        of_rank[rank] = _gathering(layout, rank)
-    return of_rank[rank]
+    Args:
+        layout: the layout of all ranks.
+        rank: this rank.
+        device: where the rows are.
+    """
+    made = _gatherings.setdefault(layout, {})
+    key = rank, str(device)
+    if key not in made:
+        made[key] = _gathering(layout, rank, torch.device(device))
+    return made[key]
 
 
 class _Piece(NamedTuple):
@@ -104,7 +107,7 @@ class _Piece(NamedTuple):
     is_own: bool = True
 
 
-def _gathering(layout: Layout, rank: int) -> Gathering | None:
+def _gathering(layout: Layout, rank: int, device: torch.device) -> Gathering | None:
     documents, padding = _pieces(layout, rank)
     if all(len(pieces) == 1 for pieces in documents):
         return None
@@ -132,17 +135,18 @@ def _gathering(layout: Layout, rank: int) -> Gathering | None:
     for piece, begin in (computed | returned).items():
         if piece.rank == rank and piece.is_own:
             place[piece.row : piece.row + piece.length] = torch.arange(begin, begin + piece.length, device="cpu")
+    take = _numbers((first[piece], piece) for pieces in here for piece in pieces) if here else place.new_zeros(1)
     return Gathering(
         lengths=_lengths(here) or [1],
         is_moved=any(p.rank != owner for pieces, owner in zip(documents, owners, strict=True) for p in pieces),
-        leave=_numbers((piece.row, piece) for of_rank in go for piece in of_rank),
+        leave=_numbers((piece.row, piece) for of_rank in go for piece in of_rank).to(device),
         num_leave=_lengths(go),
         num_come=_lengths(come),
-        take=_numbers((first[piece], piece) for pieces in here for piece in pieces) if here else place.new_zeros(1),
-        give=_numbers((computed[piece], piece) for of_rank in give for piece in of_rank),
+        take=take.to(device),
+        give=_numbers((computed[piece], piece) for of_rank in give for piece in of_rank).to(device),
         num_give=_lengths(give),
         num_return=_lengths(back),
-        place=place,
+        place=place.to(device),
     )
 
 

@@ -180,7 +180,7 @@ class TrainConfig:
         metadata=_about(
             "where documents lie: packed: one after another over the data ranks; head-tail: long ones on many data "
             "ranks, each of which holds a part from either end; whole: each on one data rank, and the rest of one that "
-            "does not fit is a document of its own, as models with recurrent layers need it",
+            "does not fit is a document of its own, so that no rows travel to recurrent layers",
             choices=HOMES,
         ),
     )

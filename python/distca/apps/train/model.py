@@ -76,24 +76,18 @@ def build_model(config: TrainConfig, vocabulary: int) -> PreTrainedModel:
 
 
 def check_plans(model: PreTrainedModel, config: TrainConfig) -> None:
-    """Checks that plans can express the model on the homes of the run. Its tensors may be on the meta device.
+    """Checks that plans can express the model. Its tensors may be on the meta device.
 
     Raises:
-        InvalidArgumentError: they cannot, wherever documents lie.
-        ConfigError: they can where documents are whole, and ``--homes`` cuts them. Or a row of the model sees the next
-            one, which it should predict.
+        InvalidArgumentError: they cannot.
+        ConfigError: a row of the model sees the next one, which it should predict.
     """
     if hf.mask_of(model) == "full":
         raise ConfigError(
             f"--model is {config.model}, whose rows see those after them; distca train makes a row predict the next one"
         )
     ranks = config.data_ranks * config.pipeline
-    hf.check_model(model, ranks, Layout.from_documents([[1]] * ranks))  # any layout without a cut
-    if config.data_ranks > 1 and config.homes != "whole":
-        try:
-            hf.check_model(model, ranks, in_pipeline=config.pipeline > 1)
-        except InvalidArgumentError as error:
-            raise ConfigError(f"--homes is {config.homes}, must be whole: {error}") from error
+    hf.check_model(model, ranks, Layout.from_documents([[1]] * ranks))
 
 
 def without_weights(config: TrainConfig, shape: PreTrainedConfig) -> PreTrainedModel:
