@@ -17,6 +17,7 @@ from distca.connect.launch import RankError, launch
 from distca.connect.loopback import loopback
 from distca.context import Context, check
 from distca.current import using
+from distca.documents import GatheredDocuments, gather_documents
 from distca.errors import (
     CapacityError,
     ContextPoisonedError,
@@ -69,6 +70,7 @@ __all__ = [
     "CostModel",
     "DeviceError",
     "DistcaError",
+    "GatheredDocuments",
     "Half",
     "Heads",
     "InvalidArgumentError",
@@ -100,6 +102,7 @@ __all__ = [
     "attention",
     "core_attention",
     "check",
+    "gather_documents",
     "get_context",
     "halves",
     "init",

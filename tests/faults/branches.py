@@ -465,7 +465,7 @@ FAULTS = [
     ),
     Fault(
         "branches: a branch counts as cut where its own rows are whole",
-        "python/distca/integrations/hf_recurrent.py",
+        "python/distca/planner/gathering.py",
         "if document != PADDING and range(begin, end) != own[document]:",
         "if document != PADDING and (begin, end) != (0, own[document].stop):",
         (MODELS,),

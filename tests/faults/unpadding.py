@@ -100,7 +100,7 @@ FAULTS = [
     ),
     Fault(
         "lengths: they travel over the group of all collectives",
-        "python/distca/connect/private_group.py",
+        "python/distca/planner/private_group.py",
         "dist.ProcessGroup | None = dist.new_group(",
         "dist.ProcessGroup | None = dist.group.WORLD if ranks is None else dist.new_group(",
         (TESTS,),

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distca.connect.private_group import PrivateGroup
 from distca.errors import DistcaError, PeerDiedError, PeerTimeoutError
+from distca.planner.private_group import PrivateGroup
 
 
 class RowExchange(ABC):

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from distca.errors import InvalidArgumentError
-from distca.integrations.hf_recurrent import whole_pieces
+from distca.planner.gathering import whole_pieces
 from distca.planner.layout import PADDING, Layout
 
 #: By model type, the input that marks such rows, and its values in them.

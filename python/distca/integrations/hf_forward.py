@@ -32,10 +32,11 @@ from distca.errors import InvalidArgumentError, refusals_told
 from distca.integrations.hf_bidirectional import has_marks
 from distca.integrations.hf_limits import check_model, examine, goes_another_way
 from distca.integrations.hf_models import NAME, num_attention_calls, refuse, takes_plans, text_model
-from distca.integrations.hf_recurrent import cut_document, ran_by_document
+from distca.integrations.hf_recurrent import ran_by_document
 from distca.integrations.hf_results import has_labels_of_rows, has_own_loss, rank_of_several_documents
 from distca.integrations.hf_rope import depends_on_longest
 from distca.pingpong.turns import calls_of_half
+from distca.planner.gathering import cut_document
 from distca.planner.layout import PADDING, Layout
 from distca.planner.plan import Plan, Plans
 from distca.planner.plan_source import PlanSource

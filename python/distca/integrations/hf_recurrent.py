@@ -22,8 +22,7 @@ from distca.connect.row_exchange import RowExchange
 from distca.context import Context
 from distca.current import current
 from distca.errors import InvalidArgumentError
-from distca.planner.gathering import Gathering, gathering
-from distca.planner.layout import PADDING, Layout
+from distca.planner.gathering import Gathering, gathering, whole_pieces
 from distca.registry import find_context
 
 #: Recurrent modules that nothing in them tells from attention.
@@ -187,28 +186,6 @@ def refuse_recomputation(module: torch.nn.Module) -> None:
             "is not known: use model.gradient_checkpointing_enable(), or checkpoint a function that enters "
             "distca.using(plan) itself"
         )
-
-
-def whole_pieces(layout: Layout, rank: int) -> list[tuple[int, int, int]]:
-    """The rank's segments ``(document, begin, end)``. Those that follow each other in a document are one."""
-    pieces: list[tuple[int, int, int]] = []
-    for document, begin, end in layout.segments(rank):
-        if pieces and document != PADDING and pieces[-1][0] == document and pieces[-1][2] == begin:
-            begin = pieces.pop()[1]
-        pieces.append((document, begin, end))
-    return pieces
-
-
-def cut_document(layout: Layout) -> tuple[int, int] | None:
-    """A document whose own rows do not follow each other on a rank, and that rank; None if those of all do. The same on
-    all ranks.
-    """
-    own = layout._own_rows()
-    for rank in range(layout.num_ranks):
-        for document, begin, end in whole_pieces(layout, rank):
-            if document != PADDING and range(begin, end) != own[document]:
-                return document, rank
-    return None
 
 
 @contextmanager

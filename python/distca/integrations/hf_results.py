@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from distca.integrations.hf_models import refuse
-from distca.integrations.hf_recurrent import cut_document, whole_pieces
+from distca.planner.gathering import cut_document, whole_pieces
 from distca.planner.layout import PADDING, Layout
 
 #: Where a model's forward computes a loss. All but transformers' own function know no shift_labels.

@@ -9,8 +9,8 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from distca.connect.private_group import PrivateGroup
 from distca.errors import DistcaError, InvalidArgumentError, PeerDiedError, PeerLeftError, PeerTimeoutError
+from distca.planner.private_group import PrivateGroup
 
 Loaded = TypeVar("Loaded", covariant=True)
 Layouts = TypeVar("Layouts", covariant=True)

@@ -6,12 +6,14 @@ import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from distca.connect.row_exchange import RowExchange
 from distca.planner.layout import PADDING, Layout
+
+if TYPE_CHECKING:
+    from distca.connect.row_exchange import RowExchange
 
 
 @dataclass(frozen=True)
@@ -234,3 +236,25 @@ def _owners(layout: Layout, documents: list[list[_Piece]]) -> list[int]:
         owners[document] = owner
         load[owner] += lengths[document]
     return owners
+
+
+def whole_pieces(layout: Layout, rank: int) -> list[tuple[int, int, int]]:
+    """The rank's segments ``(document, begin, end)``. Those that follow each other in a document are one."""
+    pieces: list[tuple[int, int, int]] = []
+    for document, begin, end in layout.segments(rank):
+        if pieces and document != PADDING and pieces[-1][0] == document and pieces[-1][2] == begin:
+            begin = pieces.pop()[1]
+        pieces.append((document, begin, end))
+    return pieces
+
+
+def cut_document(layout: Layout) -> tuple[int, int] | None:
+    """A document whose own rows do not follow each other on a rank, and that rank; None if those of all do. The same on
+    all ranks.
+    """
+    own = layout._own_rows()
+    for rank in range(layout.num_ranks):
+        for document, begin, end in whole_pieces(layout, rank):
+            if document != PADDING and range(begin, end) != own[document]:
+                return document, rank
+    return None
