@@ -164,9 +164,7 @@ class Context(Registered):
             PeerDiedError, PeerTimeoutError: a rank has ended, or does not come.
         """
         if self._row_exchange is None:
-            of_all = self.global_ranks == [*range(dist.get_world_size())]
-            device = torch.device(self.device).type
-            self._row_exchange = GroupRows(None if of_all else self.global_ranks, device, self.timeout)
+            self._row_exchange = GroupRows(self.global_ranks, torch.device(self.device).type, self.timeout)
         return self._row_exchange
 
     def check(self) -> None:
@@ -322,4 +320,7 @@ def collective(function: _Function) -> _Function:
 def _close_all() -> None:
     """Closes all contexts when the process exits normally. Without this it would look dead to its peers."""
     for context in list(open_contexts.values()):
-        context.close()
+        try:
+            context.close()
+        except Exception:  # the others are closed all the same
+            _log.exception("context %r could not be closed", context.name)

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import os
 import secrets
-import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -24,11 +22,13 @@ from distca.connect.fault_reports import FaultReports
 from distca.errors import (
     DistcaError,
     InvalidArgumentError,
+    OperatingSystemError,
     PeerDiedError,
     PeerLeftError,
     PeerTimeoutError,
     PlanMismatchError,
 )
+from distca.planner.private_group import all_to_all_single, connected, waited
 
 REPORT_SECONDS = 1.0
 """How long a rank whose exchange broke tells its peers, and waits for their reports."""
@@ -50,6 +50,7 @@ class Exchange:
 
     Raises:
         PeerDiedError, PeerTimeoutError: the ranks do not come together.
+        OperatingSystemError: this rank cannot connect.
     """
 
     def __init__(
@@ -68,13 +69,13 @@ class Exchange:
         _open.add(self)
 
     def _connect(self, name: str) -> Any:
-        make: Callable[..., Any] = dist.ProcessGroupGloo if self._device.type == "cpu" else dist.ProcessGroupNCCL
-        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
         limit = timedelta(seconds=self._timeout)
         try:
-            return _within(self._timeout + REPORT_SECONDS, lambda: make(store, self._rank, self._ranks, limit))
+            return connected(name, self._rank, self._ranks, limit, self._device.type)
         except (RuntimeError, TimeoutError) as error:
-            raise PeerTimeoutError(f"init: rank {self._rank} could not connect to its peers: {error}") from error
+            late = isinstance(error, TimeoutError) or "time" in str(error).lower()
+            kind = PeerTimeoutError if late else OperatingSystemError
+            raise kind(f"init: rank {self._rank} could not connect to its peers: {error}") from error
 
     def all_to_all(
         self, send: memoryview, send_bytes: list[int], receive: memoryview, receive_bytes: list[int]
@@ -154,14 +155,6 @@ def _as_reported(name: str, kind: str, text: str) -> DistcaError:
     return PeerLeftError(f"{name} abandoned this context after an error of its own: {text}")
 
 
-def all_to_all_single(
-    backend: Any, output: torch.Tensor, input: torch.Tensor, output_sizes: list[int], input_sizes: list[int]
-) -> None:
-    """Does what ``torch.distributed.all_to_all_single`` does, over a backend that is in no list of groups."""
-    options = dist.distributed_c10d.AllToAllOptions()
-    backend.alltoall_base(output, input, output_sizes, input_sizes, options).wait()
-
-
 def _as_tensor(memory: memoryview) -> torch.Tensor:
     if memory.nbytes == 0:  # torch.frombuffer refuses empty memory
         return torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -186,24 +179,9 @@ def names_of(ranks: list[int], global_ranks: list[int] | None = None) -> str:
     return text if global_ranks is None else f"{text} (global {names_of([global_ranks[rank] for rank in ranks])})"
 
 
-def _within(seconds: float, make: Callable[[], Any]) -> Any:
-    """What `make` returns or raises. Raises TimeoutError if it takes longer, and then leaves its thread running."""
-    made: list[Any] = []
-
-    def run() -> None:
-        try:
-            made.append(make())
-        except Exception as error:
-            made.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not made:
-        raise TimeoutError(f"no answer within {seconds:g} s")
-    if isinstance(made[0], Exception):
-        raise made[0]
-    return made[0]
+def short(text: str) -> str:
+    """As much of the text as `gather_text` takes, whatever its characters are."""
+    return text.encode(errors="replace")[:_TEXT_BYTES].decode(errors="ignore")
 
 
 def gather_text(text: str, group: dist.ProcessGroup, timeout: float | None = None) -> list[str]:
@@ -223,7 +201,7 @@ def gather_text(text: str, group: dist.ProcessGroup, timeout: float | None = Non
     if timeout is not None:
         options.timeout = timedelta(seconds=timeout)
     try:
-        group.allgather([everyone], [mine], options).wait()
+        waited(group.allgather([everyone], [mine], options))
     except RuntimeError as error:
         rank = dist.get_rank(group)
         names = names_of(others_of(rank, len(everyone)))

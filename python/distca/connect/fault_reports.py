@@ -91,7 +91,9 @@ class FaultReports:
             news.select(seconds)
         with contextlib.suppress(OSError):  # no further connection has arrived
             while True:
-                self._arriving.append((self._listener.accept()[0], bytearray()))
+                call = self._listener.accept()[0]
+                call.setblocking(False)  # the listener's own mode is not handed on
+                self._arriving.append((call, bytearray()))
         still = []
         for call, data in self._arriving:
             if receive(call, data):

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from distca import _C
-from distca.connect.exchange import gather_text
+from distca.connect.exchange import gather_text, short
 from distca.errors import DistcaError, InvalidArgumentError
 
 ADDRESS_VARIABLE = "DISTCA_HOST_ADDRESS"
@@ -38,7 +38,7 @@ def listen(
         tcp = _C.TcpListener(host)
     except DistcaError as error:
         problem = str(error)
-    addresses = gather_text(tcp.address if tcp else problem[:500], group, timeout)
+    addresses = gather_text(tcp.address if tcp else short(problem), group, timeout)
     return _all_listen(tcp, addresses), addresses
 
 
@@ -69,17 +69,25 @@ def host_address(group: dist.ProcessGroup, address: str | None = None, timeout: 
     """
     given = address or os.environ.get(ADDRESS_VARIABLE, "")
     candidates = [given] if given else _candidates()
-    told = [text.split("|") for text in gather_text("|".join([_host(), *candidates])[:500], group, timeout)]
+    told = [text.split("|") for text in gather_text(short("|".join([_host(), *candidates])), group, timeout)]
     are_apart = len({host for host, *_ in told}) > 1
     chosen = [_choose(rank, theirs, are_apart) for rank, (_, *theirs) in enumerate(told)]
     return chosen[dist.get_rank(group)]
 
 
+class _NotKnownError(InvalidArgumentError):
+    """Other hosts cannot reach any address of a host that is known."""
+
+
 def address_if_known(group: dist.ProcessGroup, timeout: float) -> str:
-    """The `host_address` of this rank; empty on all ranks if the address of one is not known."""
+    """The `host_address` of this rank; empty on all ranks if the address of one is not known.
+
+    Raises:
+        InvalidArgumentError: on all ranks, if the environment's ``DISTCA_HOST_ADDRESS`` of one is no numeric address.
+    """
     try:
         return host_address(group, timeout=timeout)
-    except InvalidArgumentError:
+    except _NotKnownError:
         return ""
 
 
@@ -98,7 +106,7 @@ def _choose(rank: int, candidates: list[str], are_apart: bool) -> str:
         if not (are_apart and address.is_loopback):
             return text
     only = f"has only the addresses {', '.join(candidates)}, which other hosts cannot reach"
-    raise InvalidArgumentError(
+    raise _NotKnownError(
         f"the host of rank {rank} {only if candidates else 'has no address, because its name stands for none'}; set "
         f"{ADDRESS_VARIABLE} there to its numeric address in the network of the other hosts, or set MASTER_ADDR on all "
         "hosts to a name that all of them reach"
@@ -115,7 +123,7 @@ def _address_towards(name: str) -> str | None:
     """This host's own address when it sends to that name. Nothing is sent. None if there is none."""
     try:
         ways = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)
-    except OSError:
+    except (OSError, UnicodeError):  # the latter for names that are too long for DNS
         return None
     for family, kind, protocol, _, there in ways:
         try:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from distca.errors import DistcaError, PeerDiedError, PeerTimeoutError
 from distca.planner.private_group import PrivateGroup
@@ -63,15 +62,15 @@ class GroupRows(RowExchange):
     """A private group of ``torch.distributed``: NCCL for rows on GPUs, and gloo otherwise. All of the ranks make it.
 
     Args:
-        ranks: the ranks in ``torch.distributed``; None for all.
+        ranks: the ranks in ``torch.distributed``.
         device: the type of device on which rows are.
         timeout: seconds to wait for the other ranks; None for torch.distributed's own limit.
     """
 
-    def __init__(self, ranks: list[int] | None, device: str, timeout: float | None) -> None:
+    def __init__(self, ranks: list[int], device: str, timeout: float | None) -> None:
         try:
-            self._private = PrivateGroup(ranks, timeout, "nccl" if device == "cuda" else "gloo")
-        except RuntimeError as error:
+            self._private = PrivateGroup(ranks, timeout, device)
+        except (RuntimeError, TimeoutError) as error:
             raise _unreachable(error) from error
 
     def close(self) -> None:
@@ -79,12 +78,10 @@ class GroupRows(RowExchange):
         self._private.close()
 
     def bytes_of_all(self, sent: torch.Tensor, counts: Sequence[int], received: Sequence[int]) -> torch.Tensor:
-        rows = sent.new_empty(sum(received), sent.shape[1])
         try:
-            dist.all_to_all_single(rows, sent, list(received), list(counts), group=self._private.group)
+            return self._private.all_to_all(sent, counts, received)
         except RuntimeError as error:
             raise _unreachable(error) from error
-        return rows
 
 
 class ThreadRows(RowExchange):
@@ -122,8 +119,8 @@ class Meeting:
         self.sent: list[list[torch.Tensor]] = [[]] * num_ranks
 
 
-def _unreachable(error: RuntimeError) -> DistcaError:
+def _unreachable(error: Exception) -> DistcaError:
     """The error for one of PyTorch's from an exchange of rows."""
-    timed_out = any(words in str(error).lower() for words in ("timed out", "timeout"))
+    timed_out = isinstance(error, TimeoutError) or any(w in str(error).lower() for w in ("timed out", "timeout"))
     kind = PeerTimeoutError if timed_out else PeerDiedError
     return kind(f"the ranks could not exchange rows: one of them has ended, or makes other calls: {error}")

@@ -43,14 +43,8 @@ class Exchange:
         self._private: PrivateGroup | None = None
         self.num_ranks = 1
         if dist.is_initialized():
-            of_all = group is None or group == dist.group.WORLD
-            self._private = PrivateGroup(None if of_all else dist.get_process_group_ranks(group), timeout, "gloo")
-            self.num_ranks = dist.get_world_size(self.group)
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The group; None if this rank is alone, and once it is closed."""
-        return None if self._private is None else self._private.group
+            self._private = PrivateGroup(dist.get_process_group_ranks(group), timeout)
+            self.num_ranks = self._private.num_ranks
 
     def close(self) -> None:
         """Leaves the group."""
@@ -71,11 +65,9 @@ class Exchange:
         return [row[: max(count, 0)] for row, count in zip(self._gather(padded), counts, strict=True)]
 
     def _gather(self, mine: torch.Tensor) -> list[list[int]]:
-        if self.group is None:
+        if self._private is None:
             return [mine.tolist()]
-        everyone = [torch.empty_like(mine) for _ in range(self.num_ranks)]
-        dist.all_gather(everyone, mine, group=self.group)
-        return [theirs.tolist() for theirs in everyone]
+        return [theirs.tolist() for theirs in self._private.all_gather(mine)]
 
 
 class GatheredSteps(Steps[Loaded, Layouts], Generic[Loaded, Layouts]):

@@ -1,35 +1,113 @@
-"""Groups of ``torch.distributed`` that nobody else uses: their collectives meet no others in another order."""
+"""Groups of ranks that nobody else uses: their collectives meet no others in another order.
+
+They are in none of ``torch.distributed``'s lists. Therefore they can be left without a trace, and its end does not
+concern them.
+"""
 
 from __future__ import annotations
 
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
+
+_numbers: Counter[tuple[int, ...]] = Counter()  # how many groups of these ranks were made
+_open: set[PrivateGroup] = set()  # kept alive: a forked child must not end its parent's threads and sockets
 
 
 class PrivateGroup:
     """A group of some ranks. All of them make it.
 
     Args:
-        ranks: the ranks in ``torch.distributed``; None for all.
+        ranks: the ranks in ``torch.distributed``, this one among them.
         timeout: seconds to wait for the other ranks; None for torch.distributed's own limit.
-        backend: ``"gloo"`` or ``"nccl"``.
+        device: the type of the device that tensors are on: NCCL serves ``"cuda"``, and gloo others.
 
-    Attributes:
-        group: the group; None once it is closed.
+    Raises:
+        RuntimeError: the ranks do not come together.
     """
 
-    def __init__(self, ranks: list[int] | None, timeout: float | None, backend: str) -> None:
-        limit = None if timeout is None else timedelta(seconds=timeout)
-        self._of_all_ranks = ranks is None
-        self.group: dist.ProcessGroup | None = dist.new_group(
-            ranks, timeout=limit, backend=backend, use_local_synchronization=ranks is not None
-        )
+    def __init__(self, ranks: Sequence[int], timeout: float | None, device: str = "cpu") -> None:
+        members = tuple(ranks)
+        name = f"distca/{'_'.join(map(str, members))}/{_numbers[members]}/{device}"
+        _numbers[members] += 1
+        limit = dist.distributed_c10d.default_pg_timeout if timeout is None else timedelta(seconds=timeout)
+        self.num_ranks = len(members)
+        self._pid = os.getpid()
+        self._backend: Any = connected(name, members.index(dist.get_rank()), len(members), limit, device)
+        _open.add(self)
+
+    def all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of all ranks, which are alike in shape."""
+        everyone = [torch.empty_like(mine) for _ in range(self.num_ranks)]
+        waited(self._live().allgather([everyone], [mine]))
+        return everyone
+
+    def all_to_all(self, sent: torch.Tensor, counts: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+        """Sends `counts` rows of `sent` to the ranks and returns the rows that come: `received` from each."""
+        rows = sent.new_empty(sum(received), *sent.shape[1:])
+        all_to_all_single(self._live(), rows, sent, list(received), list(counts))
+        return rows
+
+    def _live(self) -> Any:
+        if self._backend is None:
+            raise RuntimeError("this rank has left the group")
+        return self._backend
 
     def close(self) -> None:
         """Leaves the group."""
-        # A group of some ranks stays until torch.distributed ends. torch names it after its members; a second group of
-        # that name would read the addresses of the first.
-        if self.group is not None and self._of_all_ranks and dist.is_initialized():
-            dist.destroy_process_group(self.group)
-        self.group = None
+        if self._pid == os.getpid():
+            self._backend = None
+            _open.discard(self)
+
+
+def connected(name: str, rank: int, num_ranks: int, limit: timedelta, device: str) -> Any:
+    """A backend of ``torch.distributed`` that is in no list of groups.
+
+    Raises:
+        RuntimeError, TimeoutError: the ranks do not come together.
+    """
+    make: Callable[..., Any] = dist.ProcessGroupNCCL if device == "cuda" else dist.ProcessGroupGloo
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    return within(limit.total_seconds() + 1.0, lambda: make(store, rank, num_ranks, limit))
+
+
+def all_to_all_single(
+    backend: Any, output: torch.Tensor, input: torch.Tensor, output_sizes: list[int], input_sizes: list[int]
+) -> None:
+    """Does what ``torch.distributed.all_to_all_single`` does, over a backend that is in no list of groups."""
+    options = dist.distributed_c10d.AllToAllOptions()
+    backend.alltoall_base(output, input, output_sizes, input_sizes, options).wait()
+
+
+def waited(work: Any) -> None:
+    """Waits for a collective. An interrupt ends the wait, which it does not in PyTorch's own."""
+    if threading.current_thread() is threading.main_thread() and not work.is_completed():
+        within(None, work.wait)
+    else:
+        work.wait()
+
+
+def within(seconds: float | None, make: Callable[[], Any]) -> Any:
+    """What `make` returns or raises. Raises TimeoutError if it takes longer, and then leaves its thread running."""
+    made: list[Any] = []
+
+    def run() -> None:
+        try:
+            made.append(make())
+        except Exception as error:
+            made.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not made:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    if isinstance(made[0], Exception):
+        raise made[0]
+    return made[0]

@@ -19,7 +19,7 @@ from distca import _C
 from distca.apps.doctor import gpu
 from distca.apps.doctor.finding import Finding
 from distca.connect import nvshmem
-from distca.connect.exchange import all_to_all_single
+from distca.planner.private_group import all_to_all_single
 
 
 def examine() -> list[Finding]:
