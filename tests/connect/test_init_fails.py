@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import distca
 from distca.connect import init as connect
@@ -102,6 +103,83 @@ def test_what_only_one_rank_is_refused_all_are_told(reason: str, kind: str, said
     peer, refused = launch(_refused_on_rank_1, reason, ranks=2)
     assert refused.startswith(f"{kind}: init: {said}")
     assert peer.startswith(f"InvalidArgumentError: init: rank 1: {said}")
+
+
+def _wrong_on_rank_1(name: str, value: Any) -> str:
+    options: dict[str, Any] = {"max_tokens": 8, "heads": HEADS, "transport": "shm", "timeout": 20.0}
+    if dist.get_rank() == 1:
+        options[name] = value
+    begin = time.monotonic()
+    try:
+        distca.init(**options).close()
+    except distca.DistcaError as error:
+        return f"{type(error).__name__}: {error}" if time.monotonic() - begin < 15 else "late"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("max_tokens", 0, "max_tokens = 0"),
+        ("heads", None, "heads"),
+        ("timeout", float("nan"), "timeout = nan"),
+        ("transport", "ship", "transport = 'ship'"),
+        ("name", 5, "name = 5"),
+        ("cost", 7, "cost is a int"),
+        ("attention", 5, "attention = 5"),
+        ("put_ctas", "x", "put_ctas = 'x'"),
+        ("progress_thread", "x", "progress_thread = 'x'"),
+    ],
+)
+def test_an_argument_that_is_wrong_on_one_rank_alone_is_told_to_all(name: str, value: Any, said: str) -> None:
+    first, wrong, third = launch(_wrong_on_rank_1, name, value, ranks=3)
+    assert wrong.startswith("InvalidArgumentError: ") and said in wrong, wrong
+    for told in (first, third):
+        assert told.startswith("InvalidArgumentError: init: rank 1: ") and said in told, told
+
+
+def _cannot_connect_on_rank_1() -> str:
+    if dist.get_rank() == 1:
+        connect._C = SimpleNamespace(**{name: getattr(connect._C, name) for name in dir(connect._C)})
+        connect._C.connect_shm = _no_core
+    try:
+        distca.init(max_tokens=8, heads=HEADS, transport="shm", timeout=20.0).close()
+    except (MemoryError, distca.DistcaError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_a_rank_that_cannot_connect_is_told_to_all_with_its_reason() -> None:
+    first, failed, third = launch(_cannot_connect_on_rank_1, ranks=3)
+    assert failed == "MemoryError: no memory for the heap"
+    for told in (first, third):
+        assert told == "PeerLeftError: init: rank 1 could not connect: MemoryError: no memory for the heap"
+
+
+def _wrong_among_tensor_ranks(name: str, value: Any) -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    options: dict[str, Any] = {"max_tokens": 8, "heads": distca.Heads(4, 4, 8), "timeout": 20.0}
+    if dist.get_rank() == 1:
+        options[name] = value
+    begin = time.monotonic()
+    try:
+        distca.init(tensor_parallel=mesh["tp"], **options).close()
+    except distca.DistcaError as error:
+        return str(error) if time.monotonic() - begin < 15 else "late"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("heads", distca.Heads(3, 3, 8), "cannot be divided among 2 tensor ranks"),
+        ("heap_bytes", 1 << 20, "global rank 1 has 524288"),
+        ("max_tokens", 0, "max_tokens = 0"),
+    ],
+)
+def test_all_contexts_of_tensor_ranks_are_told_what_one_process_is_refused(name: str, value: Any, said: str) -> None:
+    for rank, told in enumerate(launch(_wrong_among_tensor_ranks, name, value, ranks=4)):
+        assert said in told and (rank == 1 or "init: global rank " in told), (rank, told)
 
 
 def test_one_of_several_processes_must_be_in_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,7 +157,7 @@ def test_ranks_of_plans_and_numbers_of_other_kinds() -> None:
         ({"timeout": "1"}, "init: timeout = '1'; a number of seconds from 0.001 to 1e+08 is expected"),
         ({"timeout": 0}, "init: timeout = 0; a number of seconds from 0.001 to"),
         ({"timeout": float("inf")}, "init: timeout = inf; a number of seconds from 0.001 to"),
-        ({"name": 3}, "init: name = 3; a string is expected"),
+        ({"name": 3}, "init: name = 3; a string of printable characters is expected"),
         ({"group": 3}, "init: group is a int; a torch.distributed.ProcessGroup is expected, as new_group returns it"),
         ({"cost": "pairs"}, "init: cost is a str; a distca.CostModel is expected"),
         ({"device": "disk"}, "init: device = 'disk'; "),

@@ -46,8 +46,8 @@ _ADVICE = {
 _PROBLEM_CHARACTERS = 130
 
 
-def agree(group: dist.ProcessGroup, mine: Terms, timeout: float) -> tuple[str, int]:
-    """Compares the terms of all ranks. This is collective over the group.
+def agree(group: dist.ProcessGroup, mine: Terms, timeout: float, who: str = "rank") -> tuple[str, int]:
+    """Compares the terms of all ranks. This is collective over the group. Messages call a rank of it `who`.
 
     Returns:
         The instruction set of the CPU's kernel on which the ranks agree, and the first rank that would choose it by
@@ -58,7 +58,7 @@ def agree(group: dist.ProcessGroup, mine: Terms, timeout: float) -> tuple[str, i
         InvalidArgumentError: a rank has a problem, or two ranks differ. All ranks raise it, and the message names them.
     """
     ranks = [json.loads(text) for text in gather_text(_text_of(mine), group, timeout)]
-    compare(ranks)
+    compare(ranks, who)
     return ("", 0) if mine.cpu_kernels is None else agreed([CpuKernels(**terms["cpu_kernels"]) for terms in ranks])
 
 
@@ -68,17 +68,17 @@ def _text_of(terms: Terms) -> str:
     return json.dumps(asdict(terms) | {"problem": problem, "version": _version()})
 
 
-def compare(ranks: list[dict[str, object]]) -> None:
+def compare(ranks: list[dict[str, object]], who: str = "rank") -> None:
     """Raises InvalidArgumentError for the first problem; without a problem, for the first difference."""
     for rank, terms in enumerate(ranks):
         if terms["problem"]:
-            raise InvalidArgumentError(f"init: rank {rank}: {terms['problem']}")
+            raise InvalidArgumentError(f"init: {who} {rank}: {terms['problem']}")
     for name, advice in _ADVICE.items():
         values = [terms[name] for terms in ranks]
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is not None:
             raise InvalidArgumentError(
-                f"init: rank 0 has {name} = {values[0]!r}, rank {other} has {values[other]!r}; {advice}"
+                f"init: {who} 0 has {name} = {values[0]!r}, {who} {other} has {values[other]!r}; {advice}"
             )
 
 

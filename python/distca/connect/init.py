@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -14,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from distca import _C
+from distca.arguments import is_whole
 from distca.connect import hosts, nvshmem
 from distca.connect.agreement import Terms, agree
-from distca.connect.exchange import Exchange, gather_text, names_of
+from distca.connect.exchange import Exchange, gather_text, names_of, short
 from distca.connect.fault_watch import FaultWatch
 from distca.connect.open_files import check_open_files
 from distca.connect.options import (
@@ -25,11 +27,12 @@ from distca.connect.options import (
     core_options,
     cpu_kernels,
     device_name,
+    is_timeout,
     slot_bytes_of,
 )
 from distca.connect.place import Place, group_of, place_of
 from distca.context import Context
-from distca.errors import DistcaError, InvalidArgumentError
+from distca.errors import DistcaError, InvalidArgumentError, PeerDiedError, PeerLeftError, PeerTimeoutError
 from distca.heads import LayerHeads, divided
 from distca.planner.cost import CostModel
 from distca.registry import open_contexts
@@ -126,26 +129,31 @@ def init(
             are on several hosts with ``"shm"``, there is no group with ``"torch"``, the heads cannot be divided, or
             tensor groups or pipelines do not cut all processes into equal parts.
     """
-    _check_alone(transport, group, name, link)
-    tensor, pipeline = (
-        group_of("tensor_parallel", tensor_parallel),
-        group_of("pipeline_parallel", pipeline_parallel),
-    )
-    if group is not None and (tensor or pipeline):
-        raise InvalidArgumentError(
-            "init: group, and tensor_parallel or pipeline_parallel; with these the context's ranks follow from all "
-            "processes: leave out group"
-        )
-    if transport == "nvshmem" and heap_bytes is None:
-        heap_bytes = nvshmem.heap_bytes_of_environment()
-    cost = cost or CostModel()
-    options = core_options(slot_bytes_of(max_tokens, heads, heap_bytes), timeout, cost)  # before others wait
+    everyone = _everyone(group, tensor_parallel, pipeline_parallel)
+    is_part = not (tensor_parallel is None and pipeline_parallel is None)  # other contexts are made at the same time
+    who = "global rank" if is_part else "rank"
     with ExitStack() as undo:
+        with _told(everyone, timeout, who):
+            _check_alone(transport, group, name, link)
+            tensor, pipeline = (
+                group_of("tensor_parallel", tensor_parallel),
+                group_of("pipeline_parallel", pipeline_parallel),
+            )
+            if group is not None and (tensor or pipeline):
+                raise InvalidArgumentError(
+                    "init: group, and tensor_parallel or pipeline_parallel; with these the context's ranks follow from "
+                    "all processes: leave out group"
+                )
+            if transport == "nvshmem" and heap_bytes is None:
+                heap_bytes = nvshmem.heap_bytes_of_environment()
+            cost = cost or CostModel()
+            options = core_options(slot_bytes_of(max_tokens, heads, heap_bytes), timeout, cost)
         with _ranks(group, tensor, pipeline, timeout) as (place, group):
-            heads = divided(heads, place.tensor_ranks)
-            options["slot_bytes"] = slot_bytes_of(max_tokens, heads, heap_bytes)
             num_ranks = len(place.global_ranks)
-            with _told(group, timeout):
+            everyone = everyone if is_part else group
+            with _told(everyone, timeout, who):
+                heads = divided(heads, place.tensor_ranks)
+                options["slot_bytes"] = slot_bytes_of(max_tokens, heads, heap_bytes)
                 _check_free(name)
                 device, nsys = device_name(device), nsys_wanted(nsys)
                 attention = chosen_attention(attention, device, heads)
@@ -163,11 +171,12 @@ def init(
                     options,
                 )
                 _check_together(request)
-            kernels, kernel_problem = cpu_kernels(device)
-            problem = kernel_problem or attention_problem(device, attention, heads)
-            if group is not None and num_ranks > 1:
+                kernels, kernel_problem = cpu_kernels(device)
+                problem = kernel_problem or attention_problem(device, attention, heads)
+            if everyone is not None and dist.get_world_size(everyone) > 1:
                 kind, slot_bytes = device.partition(":")[0], options["slot_bytes"]
-                isa, rank = agree(group, Terms(transport, kind, slot_bytes, attention, problem, kernels), timeout)
+                terms = Terms(transport, kind, slot_bytes, attention, problem, kernels)
+                isa, rank = agree(everyone, terms, timeout, who)
                 request = replace(request, cpu_isa=isa)
                 if kernels is not None and kernels.choice != isa:
                     _log.info(
@@ -175,12 +184,13 @@ def init(
                         name,
                         isa,
                         kernels.choice,
-                        names_of([rank], None if place.is_of_all else place.global_ranks),
+                        names_of([rank], None if place.is_of_all or is_part else place.global_ranks),
                         isa,
                     )
             elif problem:
                 raise InvalidArgumentError(f"init: {problem}")
-            core, exchange = _connect(request, place)
+            with place.named() if is_part else nullcontext():
+                core, exchange = _connect(request, place)
             if exchange is not None:
                 undo.callback(exchange.close)
             undo.callback(_C.remove_context, name)
@@ -204,10 +214,10 @@ def _ranks(
     pipeline: dist.ProcessGroup | None,
     timeout: float,
 ) -> Iterator[tuple[Place, dist.ProcessGroup | None]]:
-    """This process's place, and a group of the context's ranks. Errors inside name global ranks."""
+    """This process's place, and a group of the context's ranks. Errors inside name global ranks if `group` is that."""
     if tensor or pipeline:
         place = place_of(tensor, pipeline, timeout)
-        with place.named(), place.group(timeout) as made:
+        with place.group(timeout) as made:
             yield place, made
         return
     if group is None and dist.is_available() and dist.is_initialized():
@@ -217,15 +227,26 @@ def _ranks(
         yield place, group
 
 
+def _everyone(group: Any, *parallel: Any) -> dist.ProcessGroup | None:
+    """The processes that wait for this one, as far as the arguments tell."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    if group is None or any(given is not None for given in parallel):
+        return dist.group.WORLD
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
 @contextmanager
-def _told(group: dist.ProcessGroup | None, timeout: float) -> Iterator[None]:
+def _told(group: dist.ProcessGroup | None, timeout: Any, who: str) -> Iterator[None]:
     """Tells the other ranks why this one cannot take part. They would wait for its terms otherwise."""
     try:
         yield
-    except DistcaError as error:
+    except Exception as error:
         if group is not None and dist.get_world_size(group) > 1:
+            problem = str(error).removeprefix("init: ")
+            problem = problem if isinstance(error, DistcaError) else f"{type(error).__name__}: {problem}"
             with suppress(DistcaError):  # on this rank its own error is the one to raise
-                agree(group, Terms("", "", 0, "", problem=str(error).removeprefix("init: ")), timeout)
+                agree(group, Terms("", "", 0, "", problem=problem), timeout if is_timeout(timeout) else 600.0, who)
         raise
 
 
@@ -261,8 +282,8 @@ def _check_alone(transport: str, group: object, name: object, link: Link | None)
         raise InvalidArgumentError("init: transport 'torch' has no link; use 'shm' to emulate one")
     if transport == "auto" and group is None and not (dist.is_available() and dist.is_initialized()):
         _check_not_launched()
-    if not isinstance(name, str):
-        raise InvalidArgumentError(f"init: name = {name!r}; a string is expected")
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise InvalidArgumentError(f"init: name = {name!r}; a string of printable characters is expected")
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise InvalidArgumentError(
             f"init: group is a {type(group).__name__}; a torch.distributed.ProcessGroup is expected, as new_group "
@@ -310,9 +331,11 @@ def _check_together(r: _Request) -> None:
         )
     if (r.device, r.attention) == ("cpu", "flash") and not r.is_alone:
         raise InvalidArgumentError("init: attention = 'flash' on the CPU is for one rank over 'loopback'")
-    if r.put_ctas is not None and (r.put_ctas < 1 or r.device == "cpu"):
+    if not isinstance(r.progress_thread, bool):
+        raise InvalidArgumentError(f"init: progress_thread = {r.progress_thread!r}; True or False is expected")
+    if r.put_ctas is not None and (not is_whole(r.put_ctas, 1) or r.device == "cpu"):
         raise InvalidArgumentError(
-            f"init: put_ctas = {r.put_ctas} with device = {r.device!r}; at least 1 is allowed, and only on CUDA"
+            f"init: put_ctas = {r.put_ctas!r} with device = {r.device!r}; at least 1 is allowed, and only on CUDA"
         )
     if r.num_ranks > 1:
         check_open_files(f"init: a group of {r.num_ranks} ranks", 2 * r.num_ranks + 8)
@@ -343,8 +366,40 @@ def _connect(r: _Request, place: Place) -> tuple[_C.Context, Exchange | None]:
     }
     if r.device != "cpu":
         return _over_ipc(r, {**on_device, **mesh, **r.options}), None
-    core = made_by.connect_shm(progress_thread=r.progress_thread, cpu_isa=r.cpu_isa, **linked, **mesh, **r.options)
-    return core, None
+    connect = functools.partial(made_by.connect_shm, progress_thread=r.progress_thread, cpu_isa=r.cpu_isa)
+    return _on_all(r, mesh["connect_timeout"], functools.partial(connect, **linked, **mesh, **r.options)), None
+
+
+def _on_all(r: _Request, seconds: float, connect: Callable[[], _C.Context]) -> _C.Context:
+    """The context that `connect` makes, if it makes one on all ranks. Otherwise all raise the first cause.
+
+    A rank waits for the others, which may still connect, for `seconds` more than the timeout.
+    """
+    if r.group is None or r.num_ranks == 1:
+        return connect()
+    made, cause = None, None
+    try:
+        made = connect()
+    except Exception as error:
+        cause = error
+    echo = isinstance(cause, PeerDiedError | PeerLeftError | PeerTimeoutError)
+    problem = "" if cause is None else f"{'echo' if echo else 'cause'} {type(cause).__name__}: {cause}"
+    try:
+        of_ranks = gather_text(short(problem), r.group, r.timeout + seconds)
+    except DistcaError as error:
+        if made is not None:
+            _C.remove_context(r.name)
+        raise cause or error from None
+    failed = [(text.startswith("echo"), rank, text.partition(" ")[2]) for rank, text in enumerate(of_ranks) if text]
+    if not failed:
+        assert made is not None
+        return made
+    if made is not None:
+        _C.remove_context(r.name)
+    is_echo, rank, text = min(failed)
+    if cause is not None and (not echo or is_echo):
+        raise cause
+    raise PeerLeftError(f"init: rank {rank} could not connect: {text}") from cause
 
 
 def _emulation() -> ModuleType:

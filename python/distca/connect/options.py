@@ -23,6 +23,8 @@ def chosen_attention(attention: str | None, device: str, heads: LayerHeads) -> s
 
     It computes all layers. If only some have heads that suit the own kernels, `attention_problem` names the others.
     """
+    if not (attention is None or isinstance(attention, str)):
+        raise InvalidArgumentError(f"init: attention = {attention!r}; 'own', 'flash' or 'auto' is expected")
     choices = {_C.chosen_attention(attention, device, *shape.numbers) for shape in shapes_of("init", heads)}
     return "own" if "own" in choices else "flash"
 
@@ -63,9 +65,14 @@ def device_name(device: torch.device | str) -> str:
     return f"cuda:{index}"
 
 
+def is_timeout(timeout: Any) -> bool:
+    """Whether this is a timeout that contexts take, in seconds."""
+    return is_number(timeout, _LEAST_SECONDS, _MOST_SECONDS)
+
+
 def core_options(slot_bytes: int, timeout: float, cost: CostModel) -> dict[str, Any]:
     """The arguments that every transport's constructor in ``_C`` takes."""
-    if not is_number(timeout, _LEAST_SECONDS, _MOST_SECONDS):
+    if not is_timeout(timeout):
         raise InvalidArgumentError(
             f"init: timeout = {timeout!r}; a number of seconds from {_LEAST_SECONDS} to {_MOST_SECONDS:.0e} is expected"
         )

@@ -123,6 +123,8 @@ def place_of(tensor: dist.ProcessGroup | None, pipeline: dist.ProcessGroup | Non
     mine = {"tensor": _seat(tensor), "pipeline": _seat(pipeline), "problem": problem}
     told = [json.loads(text) for text in gather_text(json.dumps(mine), _world(), timeout)]
     without = next((rank for rank, seats in enumerate(told) if "tensor" not in seats), None)
+    if without is not None and told[without].get("slot_bytes") == 0:  # terms of a rank that was refused
+        raise InvalidArgumentError(f"init: global rank {without}: {told[without]['problem']}")
     if without is not None:
         raise InvalidArgumentError(
             f"init: rank {here} gives tensor_parallel or pipeline_parallel, and rank {without} does not; give them on "

@@ -1,0 +1,23 @@
+"""Reports of faults, and strangers who call."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+from distca.connect.fault_reports import FaultReports
+
+
+def test_a_stranger_who_says_nothing_holds_nothing_up() -> None:
+    here, peer = FaultReports(0, "127.0.0.1"), FaultReports(1, "127.0.0.1")
+    host, port, _ = here.address.split("/")
+    for one in (here, peer):
+        one.meet([here.address, peer.address])
+    with socket.create_connection((host, int(port))), ThreadPoolExecutor(1) as thread:
+        try:
+            assert thread.submit(here.heard, 0.1).result(timeout=10.0) == {}
+            peer.tell("PeerDiedError", "rank 2 died")
+            assert thread.submit(here.heard, 10.0).result(timeout=20.0) == {1: ("PeerDiedError", "rank 2 died")}
+        finally:
+            here.close()
+            peer.close()
