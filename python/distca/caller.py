@@ -20,6 +20,15 @@ def is_deterministic(asked: bool) -> bool:
     return asked or torch.are_deterministic_algorithms_enabled()
 
 
+def forward_step_of(context: Context | None, step: int | None = None) -> int:
+    """What backward of this forward step, or of the last one, tells the other ranks: its number, and 0 if they may not
+    compare it. A step that was recomputed in backward has another number where a rank checkpoints in another way.
+    """
+    if context is None or torch._C._current_graph_task_id() != -1:
+        return 0
+    return context.step if step is None else step
+
+
 class Caller(NamedTuple):
     """A layer that makes a call in a context.
 

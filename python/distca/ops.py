@@ -9,7 +9,7 @@ import torch
 from torch._higher_order_ops.effects import _EffectType as EffectType
 
 from distca.arguments import check_flag, is_whole
-from distca.caller import Caller, is_deterministic
+from distca.caller import Caller, forward_step_of, is_deterministic
 from distca.context import Context, collective
 from distca.errors import InvalidArgumentError, refusals_told, typed_errors
 from distca.flops import register_formulas
@@ -280,8 +280,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: d
         name: value for name, value in keyword_only_inputs.items() if name not in ("retained_bytes", "max_logits")
     }
     ctx.num_inputs = len(inputs)
-    here = get_context(ctx.options.get("context", ""))
-    ctx.forward_step = 0 if here is None else here.step
+    ctx.forward_step = forward_step_of(get_context(ctx.options.get("context", "")))
     ctx.set_materialize_grads(False)
 
 

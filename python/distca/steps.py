@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from distca.arguments import check_flag, check_type
-from distca.caller import Caller
+from distca.caller import Caller, forward_step_of
 from distca.context import Context, collective
 from distca.errors import InvalidArgumentError, refusals_told
 from distca.inputs import (
@@ -70,6 +70,7 @@ class _UnderWay:
         self._context = None if here is None else weakref.ref(here)
         self._layer = caller.layer
         self.graph_task = torch._C._current_graph_task_id()  # -1 in forward
+        self.dsinks: torch.Tensor | None = None  # the gradient of the sinks, in backward
         if here is not None and self.graph_task != -1:
             here.backward_steps.add(self)
 
@@ -110,10 +111,9 @@ class _Call:
         self.returns_max_logits, self.finder = max_logits, finder_of(caller.context)
         self.caller = self.caller_backward = caller
         self.options = options
-        self.number = -1
+        self.number, self.forward_step = -1, 0
         self.inputs: list[torch.Tensor] = []  # q, k, v and, if given, sinks; until collect
         self._versions: list[int] = []
-        self._dsinks: torch.Tensor | None = None
 
     @property
     def finds_max_logits(self) -> bool:
@@ -127,6 +127,7 @@ class _Call:
             self.number = torch.ops.distca.dispatch(
                 q, k, v, *self.tables, *sinks, **self.options, retain=retain, max_logits=self.finds_max_logits
             )
+        self.forward_step = forward_step_of(get_context(self.caller.context), self.number)
         self.caller.note(self.number)
 
     def changed_input(self) -> str | None:
@@ -153,7 +154,7 @@ class _Call:
 
     def dispatch_backward(self, dout: torch.Tensor, dlse: torch.Tensor | None, *saved: Any) -> _UnderWay:
         q, k, v, out, lse, table, sinks, *retained = saved
-        with self.caller_backward.calls("dispatch_backward", forward_step=self.number), torch.no_grad():
+        with self.caller_backward.calls("dispatch_backward", forward_step=self.forward_step), torch.no_grad():
             number = torch.ops.distca.dispatch_backward(
                 dout,
                 *(q, k, v, out, lse, table, sinks),
@@ -162,7 +163,8 @@ class _Call:
                 **self.options,
             )
             under_way = _UnderWay(number, self.caller_backward)
-            self._dsinks = None if sinks is None else torch.ops.distca.sink_gradient(dout, out, lse, sinks, dlse)
+            if sinks is not None:
+                under_way.dsinks = torch.ops.distca.sink_gradient(dout, out, lse, sinks, dlse)
         self.caller_backward.note(number)
         return under_way
 
@@ -174,8 +176,7 @@ class _Call:
         with self.caller_backward.calls("collect_backward"):
             grads = torch.ops.distca.collect_backward(under_way.number, context=self.caller_backward.context)
         under_way.over()
-        dsinks, self._dsinks = self._dsinks, None
-        return (*grads, dsinks)
+        return (*grads, under_way.dsinks)
 
 
 def _version_of(tensor: torch.Tensor) -> int:
@@ -256,6 +257,8 @@ class Step:
         self._call = call
         self._token: torch.Tensor | None = token
         self._under_way = _UnderWay(call.number, call.caller)
+        here = get_context(call.caller.context)
+        self._context = None if here is None else weakref.ref(here)
 
     def abandon(self, why: str) -> None:
         """Says that this step will not be collected, and why. The other ranks then do not wait for it."""
@@ -268,6 +271,8 @@ class Step:
     def _go_on(self, node: Any, part: str) -> Any:
         if self._token is None:
             raise InvalidArgumentError(f"{part}: step {self.number} has been collected")
+        if self._context is not None and self._context() is not get_context(self._call.caller.context):
+            raise InvalidArgumentError(f"{part}: the context of step {self.number} was closed")
         if (name := self._call.changed_input()) is not None:
             message = f"{part}: {name} was changed in place after its dispatch, when some of its rows may have left"
             self.abandon(message)

@@ -126,7 +126,7 @@ def run_halves(run: Callable[..., Any], first: Any, second: Any) -> tuple[Any, A
             half.cancel(outer, f"{type(error).__name__}: {error}")
         raise
     finally:
-        outer.random = halves[0].state.random
+        outer.random = halves[0].state.random.advanced()
         outer.restore()
     return halves[0].result, halves[1].result
 
@@ -142,8 +142,8 @@ class PingPong(torch.nn.Module):
 
     All ranks call it alike; a half without rows passes zero rows. `distca.halves` cuts a layout into balanced halves.
     Contexts that the model enters (autocast, activation checkpointing, no_grad) hold for their own half. The first half
-    draws the random numbers that it draws without ping-pong. The second half draws from a generator seeded by the
-    first's.
+    draws the random numbers that it would draw alone. The second half draws from a generator that is seeded by the
+    first's, anew in every call.
 
     DDP goes around it (``DistributedDataParallel(PingPong(model))``). FSDP2's ``fully_shard`` is applied to layers, and
     to the model or to this module. With FSDP2 (torch >= 2.13) a layer's weights must stay until both halves have left

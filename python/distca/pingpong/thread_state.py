@@ -49,6 +49,13 @@ class Random:
         cuda = [torch.Generator(f"cuda:{i}").manual_seed(seed).get_state() for i in range(len(self.cuda))]
         return Random(torch.Generator().manual_seed(seed).get_state(), cuda)
 
+    def advanced(self) -> Random:
+        """These states after one more number was drawn on the CPU, so that `other` seeds others from them."""
+        generator = torch.Generator()
+        generator.set_state(self.cpu)
+        torch.randint(2**62, (), generator=generator)
+        return Random(generator.get_state(), self.cuda)
+
     def restore(self) -> None:
         """Puts the states back."""
         torch.set_rng_state(self.cpu)

@@ -128,7 +128,8 @@ class CurrentTick:
         num_stages = table.stages
         to, source = ((plans.stage + (1 if forward else -1) * way) % num_stages for way in (1, -1))
         coming, going = table.handed_to(self.number, plans.stage), table.handed_to(self.number, to)
-        operations, received = [], None
+        operations: list[Any] = []
+        received = None
         if going is not None:
             rows = plans.rows(going.microbatch)
             shape = (rows, *like.shape[1:])
@@ -138,6 +139,9 @@ class CurrentTick:
                     raise InvalidArgumentError(
                         f"{self.name}: stage {plans.stage} hands over {found}; shape {list(shape)} is expected"
                     )
+            if num_stages == 1:  # from one chunk of the model to the next one of the same stage
+                assert coming is not None
+                return coming, made.detach().to(like.dtype, copy=True)
             if rows > 0:  # gloo cannot send empty tensors
                 operations.append(
                     _operation(dist.isend, made.to(like.dtype).contiguous(), plans.stages[to], self._ticks, group)

@@ -62,10 +62,12 @@ class Ahead(ABC, Generic[Loaded, Planned]):
             return True
         ended.state.stop(replaced=replaced)
         over = ended.join(seconds)
+        while replaced and not over and self._exchange is not None and self._exchange.is_waiting:
+            over = ended.join(seconds)  # until another rank comes to the end of its pass, or the exchange times out
         if not over and not self._closed:
             raise DistcaError(
                 f"{type(self).__name__}: the thread of the earlier pass did not end within {_JOIN_SECONDS:g} seconds: "
-                "the loader is blocked, or another rank has not stopped iterating"
+                "the loader is blocked"
             )
         return over
 
@@ -166,6 +168,15 @@ class _PassState(Generic[Loaded, Planned]):
             self._changed.notify_all()
 
 
+def not_the_end(error: BaseException) -> BaseException:
+    """The error, or another one for a StopIteration, which would end the pass as if no batch followed."""
+    if not isinstance(error, StopIteration):
+        return error
+    made = RuntimeError("a function that was given to plan ahead raised StopIteration")
+    made.__cause__ = error
+    return made
+
+
 def _prepare(state: _PassState[Loaded, Planned], steps: Steps[Any, Any], make_plans: Callable[[Any], Planned]) -> None:
     code = STOPPED
     try:
@@ -174,7 +185,7 @@ def _prepare(state: _PassState[Loaded, Planned], steps: Steps[Any, Any], make_pl
                 break
         state.finish(None)
     except BaseException as error:  # the next iteration raises it
-        state.finish(error)
+        state.finish(not_the_end(error))
         code = FAILED
     with contextlib.suppress(DistcaError):  # a peer is gone as well, and has raised its own error
         steps.abort(code)

@@ -42,6 +42,7 @@ class Exchange:
     def __init__(self, group: dist.ProcessGroup | None, timeout: float | None = None) -> None:
         self._private: PrivateGroup | None = None
         self.num_ranks = 1
+        self.is_waiting = False  # for the other ranks
         if dist.is_initialized():
             self._private = PrivateGroup(dist.get_process_group_ranks(group), timeout)
             self.num_ranks = self._private.num_ranks
@@ -67,7 +68,11 @@ class Exchange:
     def _gather(self, mine: torch.Tensor) -> list[list[int]]:
         if self._private is None:
             return [mine.tolist()]
-        return [theirs.tolist() for theirs in self._private.all_gather(mine)]
+        self.is_waiting = True
+        try:
+            return [theirs.tolist() for theirs in self._private.all_gather(mine)]
+        finally:
+            self.is_waiting = False
 
 
 class GatheredSteps(Steps[Loaded, Layouts], Generic[Loaded, Layouts]):

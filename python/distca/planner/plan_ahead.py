@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from distca.errors import InvalidArgumentError
 from distca.heads import Heads, LayerHeads
-from distca.planner.ahead import Ahead
+from distca.planner.ahead import Ahead, not_the_end
 from distca.planner.exchange import ENDED, Exchange, GatheredSteps, Steps
 from distca.planner.layout import Layout, Window
 from distca.planner.plan import Plan, Plans
@@ -190,7 +190,10 @@ class _KnownLayouts(Steps[Batch, Layout]):
         if self._batches is None:
             self._batches = iter(self._loader)
         batch = next(self._batches)
-        return batch, self._layout(batch)
+        try:
+            return batch, self._layout(batch)
+        except StopIteration as error:
+            raise not_the_end(error) from error
 
 
 class _GatheredLayouts(GatheredSteps[Batch | None, Layout]):
@@ -217,7 +220,10 @@ class _GatheredLayouts(GatheredSteps[Batch | None, Layout]):
                     raise InvalidArgumentError(
                         "PlanAhead: the loader yielded None, which stands for a loader that has ended"
                     )
-                return batch, self._telling.words(batch)
+                try:
+                    return batch, self._telling.words(batch)
+                except StopIteration as error:
+                    raise not_the_end(error) from error
             self._loader_ended = True
         return None, None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -86,14 +87,17 @@ def all_to_all_single(
 
 
 def waited(work: Any) -> None:
-    """Waits for a collective. An interrupt ends the wait, which it does not in PyTorch's own."""
-    if threading.current_thread() is threading.main_thread() and not work.is_completed():
-        within(None, work.wait)
-    else:
-        work.wait()
+    """Waits for a collective. PyTorch's own wait cannot be interrupted, and at Python's end it aborts the process if
+    another thread is in it.
+    """
+    pause = 0.0
+    while not work.is_completed():
+        time.sleep(pause)
+        pause = min(pause + 2e-5, 2e-3)
+    work.wait()
 
 
-def within(seconds: float | None, make: Callable[[], Any]) -> Any:
+def within(seconds: float, make: Callable[[], Any]) -> Any:
     """What `make` returns or raises. Raises TimeoutError if it takes longer, and then leaves its thread running."""
     made: list[Any] = []
 
