@@ -171,7 +171,32 @@ def test_both_halves_are_checkpointed_with_dropout_and_draw_the_same_numbers_aga
         torch.manual_seed(7)
         alone = model(**halves_for(plans, contexts[0])[0])
     assert torch.equal(plain["first"], alone), "the first half draws other numbers than without ping-pong"
-    assert torch.equal(after, torch.rand(3)), "the generator goes on elsewhere than without ping-pong"
+    torch.randint(2**62, ())  # by this number the next call's second half gets another seed
+    assert torch.equal(after, torch.rand(3)), "the generator goes on elsewhere than after one number more"
+
+
+def test_the_second_half_draws_other_numbers_in_every_call_where_the_first_draws_none() -> None:
+    """On each of two ranks with one document, one half is empty, and its dropout draws nothing."""
+    layout = distca.Layout.from_documents([[60]])
+    parts = distca.halves(layout)
+    plans = [distca.plan(half.layout, HEADS) for half in parts]
+    if plans[0].num_rows:
+        plans.reverse()
+    assert plans[0].num_rows == 0 and plans[1].num_rows == 60
+    masks: list[torch.Tensor] = []
+
+    class Drops(torch.nn.Module):
+        def forward(self, x: torch.Tensor, plan: distca.Plan, context: distca.Context) -> torch.Tensor:
+            dropped = torch.nn.functional.dropout(x, 0.5)
+            masks.extend([dropped.detach() != 0] if len(x) else [])
+            q, k, v = (dropped[:, None, None].repeat(1, n, HEADS.dim) for n in (HEADS.q, HEADS.kv, HEADS.kv))
+            return distca.core_attention(q, k, v, plan, context=context)[0]
+
+    both = distca.PingPong(Drops())
+    with loopback_group(plans) as [context]:
+        for _ in range(3):
+            both(*({"x": torch.ones(plan.num_rows), "plan": plan, "context": context} for plan in plans))
+    assert len(masks) == 3 and not any(torch.equal(masks[i], masks[i - 1]) for i in range(3))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

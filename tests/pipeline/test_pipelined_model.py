@@ -133,7 +133,14 @@ THREE_STAGES = [
 ]
 
 
-@pytest.mark.parametrize(("cases", "ranks"), [(TWO_STAGES, 4), (THREE_STAGES, 3)], ids=["two stages", "three stages"])
+ONE_STAGE = [Case([2], microbatches=4, chunks=2), Case([1], microbatches=2, chunks=3, recompute="stage")]
+
+
+@pytest.mark.parametrize(
+    ("cases", "ranks"),
+    [(ONE_STAGE, 2), (TWO_STAGES, 4), (THREE_STAGES, 3)],
+    ids=["one stage", "two stages", "three stages"],
+)
 def test_a_pipeline_computes_what_one_process_computes(cases: list[Case], ranks: int) -> None:
     results = launch(_run_all, cases, ranks=ranks)
     for number, case in enumerate(cases):

@@ -1,6 +1,7 @@
 """`PlanAhead`: all ways to learn documents, loaders that end at different steps, errors and early ends."""
 
 import itertools
+import os
 import threading
 from collections.abc import Iterator
 
@@ -79,6 +80,19 @@ def test_errors_of_loader_and_layout_are_raised_by_the_next_iteration() -> None:
     with (
         distca.PlanAhead([[8, 9]], heads=HEADS, layout=_layout, rank=0) as steps,
         pytest.raises(distca.DistcaError),
+    ):
+        next(iter(steps))
+
+
+@pytest.mark.parametrize("given", ["layout", "lengths", "transform"])
+def test_a_stopiteration_of_a_function_does_not_end_the_pass_as_if_the_loader_had(given: str) -> None:
+    def ends(_: object) -> distca.Layout:
+        return next(iter(()))
+
+    functions = {"layout": _layout} if given == "transform" else {}
+    with (
+        distca.PlanAhead([[8, 8]], heads=HEADS, rank=0, **functions, **{given: ends}) as steps,
+        pytest.raises(RuntimeError, match="raised StopIteration"),
     ):
         next(iter(steps))
 
@@ -358,6 +372,15 @@ def _cases() -> dict[str, object]:
         cases["continues nothing"] = _error_of(steps)
     cases["one stops"] = _stops_on_rank_1_only()
     cases["threads"] = len(_threads())
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    open_files = []
+    for _ in range(3):
+        with distca.PlanAhead([[4]], heads=HEADS, lengths=list, group=alone) as steps:
+            assert len(list(steps)) == 1
+        with distca.PlanAhead([[4]], heads=HEADS, lengths=list) as steps:
+            assert len(list(steps)) == 1
+        open_files.append(len(os.listdir("/proc/self/fd")))
+    cases["open files"] = open_files
     return cases
 
 
@@ -444,6 +467,11 @@ def test_a_length_of_zero_is_refused_on_all_ranks(two_ranks) -> None:
 
 def test_a_rank_that_stops_alone_is_named_on_the_others(two_ranks) -> None:
     assert "rank 1 of 2 stopped iterating" in two_ranks[0]["one stops"][1]
+
+
+def test_a_group_that_is_left_keeps_no_file_open(two_ranks) -> None:
+    for results in two_ranks:
+        assert len(set(results["open files"][1:])) == 1, results["open files"]
 
 
 def test_no_thread_is_left(two_ranks) -> None:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import distca
 from distca.testing import _emulation
-from support.groups import ADVICE, loopback_group, outcomes
+from support.groups import ADVICE, loopback_group, on_all_ranks, outcomes
 from support.processes import Group, connect, fault_of, plan_for, tensors_for
 from support.torch_ranks import join, over_torch, torch_group
 
@@ -262,6 +262,28 @@ def test_backward_passes_of_one_layer_in_another_order_are_an_error_with_both_fo
         )
         if not streams:  # a rank whose steps are queued may be a step further by then
             assert f"rank {rank} of {ranks}, step 3 (backward)" in str(error), error
+
+
+def test_ranks_that_checkpoint_in_other_ways_but_make_the_same_calls_are_no_fault() -> None:
+    """With reentrant checkpointing the gradient is that of the step that was run again, and otherwise of the first."""
+    plan = plan_for(3, 0)
+
+    def work(rank: int, context: distca.Context, reentrant: bool) -> torch.Tensor:
+        own = plan.for_rank(rank)
+        rows, k, v, _ = tensors_for(own)
+
+        def attend(rows: torch.Tensor) -> torch.Tensor:
+            return distca.core_attention(rows, k, v, own, context=context)[0]
+
+        checkpoint(attend, rows, use_reentrant=reentrant).sum().backward()
+        return rows.grad
+
+    found = []
+    for in_other_ways in (True, False):
+        with loopback_group(plan, timeout=20.0) as contexts:
+            found.append(on_all_ranks(contexts, lambda rank, c, mix=in_other_ways: work(rank, c, mix and rank == 0)))
+    for mixed, alike in zip(*found, strict=True):
+        assert torch.equal(mixed, alike)
 
 
 def test_backward_passes_over_the_transport_torch_are_compared_too() -> None:

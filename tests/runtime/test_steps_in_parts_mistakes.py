@@ -61,6 +61,51 @@ def test_parts_out_of_order_are_refused_and_the_step_goes_on() -> None:
         on_all_ranks(contexts, work)
 
 
+def test_a_step_of_a_closed_context_is_not_taken_for_one_of_a_new_context_of_its_name() -> None:
+    plan = distca.plan(distca.Layout.from_documents([[20]]), HEADS)
+    shapes = (HEADS.q, HEADS.dim), (HEADS.kv, HEADS.dim), (HEADS.kv, HEADS.value_dim)
+    rows = [torch.ones(20, *shape) for shape in shapes]
+    with distca.init(max_tokens=20, heads=HEADS, transport="loopback", name="twice"):
+        old = distca.dispatch(*rows, plan, context="twice")
+    with distca.init(max_tokens=20, heads=HEADS, transport="loopback", name="twice"):
+        new = distca.dispatch(*(2 * t for t in rows), plan, context="twice")
+        assert new.number == old.number
+        for part in (distca.attend, distca.collect):
+            with pytest.raises(distca.InvalidArgumentError, match="the context of step 1 was closed"):
+                part(old)
+        distca.attend(new)
+        assert torch.equal(distca.collect(new)[0], torch.full((20, HEADS.q, HEADS.value_dim), 2.0))
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_sinks_get_their_gradient_where_a_hook_runs_backward_of_the_same_call(in_parts: bool) -> None:
+    plan = distca.plan(distca.Layout.from_documents([[20]]), HEADS)
+    shapes = (HEADS.q, HEADS.dim), (HEADS.kv, HEADS.dim), (HEADS.kv, HEADS.value_dim)
+    q, k, v = (torch.rand(20, *shape, requires_grad=True) for shape in shapes)
+    sinks, found, measured = torch.zeros(HEADS.q, requires_grad=True), [], []
+
+    def measure(*_: Any) -> None:
+        if not measured:
+            measured.append(True)
+            torch.autograd.grad(out, q, torch.ones_like(out), retain_graph=True)
+
+    with distca.init(max_tokens=20, heads=HEADS, transport="loopback", name="nested") as context:
+        for hooked in (False, True):
+            if in_parts:
+                step = distca.dispatch(q, k, v, plan, context=context, sinks=sinks)
+                distca.attend(step)
+                out = distca.collect(step)[0]
+            else:
+                out = distca.core_attention(q, k, v, plan, context=context, sinks=sinks)[0]
+            if hooked:
+                out.grad_fn.register_hook(measure)
+            sinks.grad = None
+            out.square().sum().backward()
+            found.append(sinks.grad)
+    alone, beside = found
+    assert measured and alone is not None and torch.equal(alone, beside)
+
+
 def test_a_step_in_parts_is_refused_in_compiled_code() -> None:
     plan = distca.plan(distca.Layout.from_documents([[8]]), HEADS)
     rows = torch.randn(8, 4, 16), torch.randn(8, 2, 16), torch.randn(8, 2, 24)
