@@ -326,6 +326,7 @@ class SliceView {
  public:
   explicit SliceView(std::span<const int64_t> words) : words_(words) {}
 
+  std::span<const int64_t> words() const { return words_; }
   const Header& header() const { return *reinterpret_cast<const Header*>(words_.data()); }
   HeadShape heads() const {
     const Header& h = header();

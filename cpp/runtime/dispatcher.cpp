@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "plan/layout.h"
+#include "plan/validate.h"
 
 namespace distca::runtime {
 
@@ -89,12 +90,26 @@ Dispatcher::Step& Dispatcher::step_for(Part part, uint64_t number, std::optional
   return *s;
 }
 
+namespace {
+
+/// Throws PlanFormatError if the words of the step's plan are no longer those with which it began. A loop may have
+/// written the next plan into the same tensor.
+void check_plan_kept(const Dispatcher::Step& s) {
+  const bool is_kept = plan::check_unaltered(s.slice.words()) == s.checksum;
+  require<PlanFormatError>(is_kept, "plan: its tensor was overwritten with another plan before ", s.id.name(),
+                           " was collected");
+}
+
+}  // namespace
+
 void Dispatcher::attend(Step& s, const Parallel& parallel) {
+  check_plan_kept(s);
   protocol_.resume(s.id, Part::kAttend);
   attend_rows(s, parallel);
 }
 
 std::shared_ptr<void> Dispatcher::collect(Step& s, const Parallel& parallel) {
+  check_plan_kept(s);
   protocol_.resume(s.id, Part::kCollect);
   collect_rows(s, parallel);
   return std::move(s.owner);
@@ -163,6 +178,7 @@ void Dispatcher::open(Step& s, Part part) {
   const Protocol::Timer timer(protocol_, "dispatch");
   s.heads = s.slice.heads();
   s.num_rounds = s.slice.header().num_rounds;
+  s.checksum = s.slice.header().checksum;
   for (const plan::SendRow& row : s.slice.sends(s.phase))
     if (row.direction == static_cast<int64_t>(Direction::kOut)) s.num_rounds = std::max(s.num_rounds, row.round + 1);
   if (recording_) s.num_rounds = recording_->rounds_of_next_step(s.num_rounds);

@@ -128,6 +128,7 @@ struct DISTCA_EXPORT Dispatcher::Step : Arena {
   std::vector<std::shared_ptr<std::byte>> deltas;
   int64_t delta_bytes = 0;
   int64_t num_rounds = 0;  // in which this rank takes part
+  int64_t checksum = 0;    // of the slice
   bool more = false;       // whether a round comes after the one at hand
   std::shared_ptr<void> owner;
 };

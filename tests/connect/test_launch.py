@@ -285,3 +285,19 @@ def _interrupts_the_rank_that_has_returned() -> str:
 
 def test_a_rank_that_has_returned_is_not_interrupted_any_more() -> None:
     assert distca.launch(_interrupts_the_rank_that_has_returned, ranks=2) == ["returned"] * 2
+
+
+class _UnreadableError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def _raise_unreadable() -> None:
+    raise _UnreadableError
+
+
+def test_an_exception_whose_text_cannot_be_read_is_told_by_its_type_with_its_traceback() -> None:
+    with pytest.raises(distca.RankError) as caught:
+        launch(_raise_unreadable, ranks=1)
+    assert caught.value.exception == "_UnreadableError"
+    assert "its text cannot be read: ValueError" in str(caught.value) and "_raise_unreadable" in str(caught.value)

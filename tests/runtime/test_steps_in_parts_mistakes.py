@@ -14,6 +14,8 @@ from support.groups import loopback_group, on_all_ranks, outcomes
 from support.step_ways import HEADS, Rows, overlapped_steps, spilled_plan, steps_in_parts, whole_steps
 from support.torch_ranks import join, over_torch, torch_group
 
+_SHAPES = (HEADS.q, HEADS.dim), (HEADS.kv, HEADS.dim), (HEADS.kv, HEADS.value_dim)
+
 Work = Callable[[int, distca.Context], Any]
 
 
@@ -63,8 +65,7 @@ def test_parts_out_of_order_are_refused_and_the_step_goes_on() -> None:
 
 def test_a_step_of_a_closed_context_is_not_taken_for_one_of_a_new_context_of_its_name() -> None:
     plan = distca.plan(distca.Layout.from_documents([[20]]), HEADS)
-    shapes = (HEADS.q, HEADS.dim), (HEADS.kv, HEADS.dim), (HEADS.kv, HEADS.value_dim)
-    rows = [torch.ones(20, *shape) for shape in shapes]
+    rows = [torch.ones(20, *shape) for shape in _SHAPES]
     with distca.init(max_tokens=20, heads=HEADS, transport="loopback", name="twice"):
         old = distca.dispatch(*rows, plan, context="twice")
     with distca.init(max_tokens=20, heads=HEADS, transport="loopback", name="twice"):
@@ -77,11 +78,25 @@ def test_a_step_of_a_closed_context_is_not_taken_for_one_of_a_new_context_of_its
         assert torch.equal(distca.collect(new)[0], torch.full((20, HEADS.q, HEADS.value_dim), 2.0))
 
 
+@pytest.mark.parametrize("overwritten", ["by another plan", "by zeros"])
+@pytest.mark.parametrize("part", ["attend", "collect"])
+def test_a_plan_that_is_overwritten_while_its_step_is_under_way_is_an_error(part: str, overwritten: str) -> None:
+    plan, other = (distca.plan(distca.Layout.from_documents([lengths]), HEADS) for lengths in ([12, 8], [9, 11]))
+    assert plan.tensor.shape == other.tensor.shape
+    rows = [torch.ones(20, *shape) for shape in _SHAPES]
+    with distca.init(max_tokens=20, heads=HEADS, transport="loopback", name="overwritten") as context:
+        step = distca.dispatch(*rows, plan, context=context)
+        if part == "collect":
+            distca.attend(step)
+        plan.tensor.copy_(other.tensor if overwritten == "by another plan" else torch.zeros_like(plan.tensor))
+        with pytest.raises(distca.PlanFormatError, match="overwritten with another plan|does not start with a plan"):
+            getattr(distca, part)(step)
+
+
 @pytest.mark.parametrize("in_parts", [False, True])
 def test_sinks_get_their_gradient_where_a_hook_runs_backward_of_the_same_call(in_parts: bool) -> None:
     plan = distca.plan(distca.Layout.from_documents([[20]]), HEADS)
-    shapes = (HEADS.q, HEADS.dim), (HEADS.kv, HEADS.dim), (HEADS.kv, HEADS.value_dim)
-    q, k, v = (torch.rand(20, *shape, requires_grad=True) for shape in shapes)
+    q, k, v = (torch.rand(20, *shape, requires_grad=True) for shape in _SHAPES)
     sinks, found, measured = torch.zeros(HEADS.q, requires_grad=True), [], []
 
     def measure(*_: Any) -> None:

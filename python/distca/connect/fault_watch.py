@@ -9,6 +9,7 @@ and a thread that sleeps until one of them sends a fault or hangs up. The thread
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import json
 import os
@@ -17,6 +18,7 @@ import selectors
 import signal
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -112,11 +114,14 @@ class FaultWatch:
 
     def _accept(self, news: selectors.BaseSelector) -> None:
         assert self._listener is not None
-        with contextlib.suppress(OSError):  # whoever called has gone again
+        try:
             call = self._listener.accept()[0]
             call.setblocking(False)
             self._arriving[call] = bytearray()
             news.register(call, selectors.EVENT_READ)
+        except OSError as error:  # whoever called has gone again
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                time.sleep(0.1)  # the call stays, and would be news again at once
         # Strangers that connect and say nothing must not use up this process's open files.
         token = self._token.encode()
         strangers = [call for call, data in self._arriving.items() if not data.startswith(token)]

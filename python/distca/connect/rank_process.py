@@ -59,13 +59,17 @@ class Failure:
 
     @staticmethod
     def of(error: BaseException) -> Failure:
+        try:
+            text = str(error)
+        except Exception as unreadable:  # the exception is of the user's own type
+            text = f"(its text cannot be read: {type(unreadable).__name__})"
         of_another = PeerDiedError | PeerLeftError | PeerTimeoutError | ContextPoisonedError | dist.DistError
         echo = isinstance(error, of_another) or (
-            isinstance(error, RuntimeError) and "gloo" in str(error) and not isinstance(error, DistcaError)
+            isinstance(error, RuntimeError) and "gloo" in text and not isinstance(error, DistcaError)
         )
         return Failure(
             type(error).__name__,
-            str(error),
+            text,
             "".join(traceback.format_exception(error)).rstrip(),
             time.monotonic(),
             expected=isinstance(error, DistcaError),

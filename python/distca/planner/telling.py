@@ -10,7 +10,7 @@ from typing import Any
 from distca.arguments import is_whole, listed
 from distca.errors import InvalidArgumentError
 from distca.planner.layout import PADDING, Layout
-from distca.planner.layout_arguments import Begins, checked_branches, refuse_cumulative
+from distca.planner.layout_arguments import MOST_ROWS, Begins, checked_branches, refuse_cumulative
 
 #: The largest number that a rank can tell.
 _MOST = 2**63 - 1
@@ -75,8 +75,8 @@ class TellsLengths(Telling):
             told = [index(length) for length in self._lengths(batch)]
         except TypeError as error:
             raise InvalidArgumentError(f"{self._name}: a document's length is not an integer: {error}") from None
-        if (wrong := next((length for length in told if length < 1), None)) is not None:
-            message = f"{self._name}: a document has length {wrong}, must be at least 1"
+        if (wrong := next((length for length in told if not 1 <= length <= MOST_ROWS), None)) is not None:
+            message = f"{self._name}: a document has length {wrong}, must be at least 1 and at most {MOST_ROWS}"
             refuse_cumulative(told, message)
             raise InvalidArgumentError(message)
         if self._continues is not None and self._continues(batch):
