@@ -13,11 +13,12 @@ def test_a_stranger_who_says_nothing_holds_nothing_up() -> None:
     host, port, _ = here.address.split("/")
     for one in (here, peer):
         one.meet([here.address, peer.address])
-    with socket.create_connection((host, int(port))), ThreadPoolExecutor(1) as thread:
+    with socket.create_connection((host, int(port))) as stranger, ThreadPoolExecutor(1) as thread:
         try:
             assert thread.submit(here.heard, 0.1).result(timeout=10.0) == {}
             peer.tell("PeerDiedError", "rank 2 died")
             assert thread.submit(here.heard, 10.0).result(timeout=20.0) == {1: ("PeerDiedError", "rank 2 died")}
         finally:
+            stranger.close()  # a thread that it holds up would never end
             here.close()
             peer.close()

@@ -119,8 +119,8 @@ FAULTS = [
     Fault(
         "a rank runs its own instruction set over shm, and not the group's",
         INIT,
-        "progress_thread=r.progress_thread, cpu_isa=r.cpu_isa,",
-        "progress_thread=r.progress_thread,",
+        "progress_thread=r.progress_thread, cpu_isa=r.cpu_isa)",
+        "progress_thread=r.progress_thread)",
         (CPU_KERNELS,),
     ),
     Fault(

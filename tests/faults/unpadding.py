@@ -101,8 +101,8 @@ FAULTS = [
     Fault(
         "lengths: they travel over the group of all collectives",
         "python/distca/planner/private_group.py",
-        "dist.ProcessGroup | None = dist.new_group(",
-        "dist.ProcessGroup | None = dist.group.WORLD if ranks is None else dist.new_group(",
+        "self._backend: Any = connected(name, members.index(dist.get_rank()), len(members), limit, device)",
+        "self._backend: Any = dist.group.WORLD",
         (TESTS,),
     ),
 ]
