@@ -178,15 +178,9 @@ def init(
                 terms = Terms(transport, kind, slot_bytes, attention, problem, kernels)
                 isa, rank = agree(everyone, terms, timeout, who)
                 request = replace(request, cpu_isa=isa)
-                if kernels is not None and kernels.choice != isa:
-                    _log.info(
-                        "context %r: this rank runs the CPU kernel %s in place of %s, because %s has %s",
-                        name,
-                        isa,
-                        kernels.choice,
-                        names_of([rank], None if place.is_of_all or is_part else place.global_ranks),
-                        isa,
-                    )
+                _log_kernel(
+                    name, terms, isa, names_of([rank], None if place.is_of_all or is_part else place.global_ranks)
+                )
             elif problem:
                 raise InvalidArgumentError(f"init: {problem}")
             with place.named() if is_part else nullcontext():
@@ -205,6 +199,19 @@ def init(
         )
         undo.pop_all()
         return context
+
+
+def _log_kernel(name: str, mine: Terms, isa: str, weakest: str) -> None:
+    """Logs if the ranks agreed on another instruction set than this one would choose, because of the weakest rank."""
+    if mine.cpu_kernels is not None and mine.cpu_kernels.choice != isa:
+        _log.info(
+            "context %r: this rank runs the CPU kernel %s in place of %s, because %s has %s",
+            name,
+            isa,
+            mine.cpu_kernels.choice,
+            weakest,
+            isa,
+        )
 
 
 @contextmanager
