@@ -95,9 +95,9 @@ namespace {
 /// Throws PlanFormatError if the words of the step's plan are no longer those with which it began. A loop may have
 /// written the next plan into the same tensor.
 void check_plan_kept(const Dispatcher::Step& s) {
-  const bool is_kept = plan::check_unaltered(s.slice.words()) == s.checksum;
-  require<PlanFormatError>(is_kept, "plan: its tensor was overwritten with another plan before ", s.id.name(),
-                           " was collected");
+  if (plan::check_unaltered(s.slice.words()) != s.checksum)  // the step's name allocates
+    throw PlanFormatError(
+        message("plan: its tensor was overwritten with another plan before ", s.id.name(), " was collected"));
 }
 
 }  // namespace

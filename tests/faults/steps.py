@@ -269,8 +269,8 @@ FAULTS = [
     Fault(
         "a plan may be overwritten while its step is under way",
         DISPATCHER,
-        "plan::check_unaltered(s.slice.words()) == s.checksum",
-        "plan::check_unaltered(s.slice.words()) != 0",
+        "if (plan::check_unaltered(s.slice.words()) != s.checksum)",
+        "if (plan::check_unaltered(s.slice.words()) == 0)",
         (PARTS_MISTAKES,),
     ),
     Fault(

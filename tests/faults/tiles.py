@@ -175,8 +175,8 @@ FAULTS = [
     Fault(
         "a rank says nothing of a weaker instruction set",
         INIT,
-        "kernels.choice != isa:",
-        "kernels.choice not in kernels.usable:",
+        "mine.cpu_kernels.choice != isa:",
+        "mine.cpu_kernels.choice not in mine.cpu_kernels.usable:",
         (CPU_KERNELS,),
     ),
 ]

@@ -33,6 +33,7 @@ from distca.planner.private_group import all_to_all_single, connected, waited
 REPORT_SECONDS = 1.0
 """How long a rank whose exchange broke tells its peers, and waits for their reports."""
 
+_DRAIN_SECONDS = 1.0
 _TEXT_BYTES = 512
 _WAITING = "waiting"
 """The report of a rank that knows no cause: its exchange broke off because those of the others did."""
@@ -66,6 +67,7 @@ class Exchange:
         self._reports.meet(addresses)
         self._backend: Any = self._connect(f"distca/{names[0]}")
         self._reported = False
+        self._drained = time.monotonic()
         _open.add(self)
 
     def _connect(self, name: str) -> Any:
@@ -89,6 +91,9 @@ class Exchange:
         backend = self._backend
         if backend is None:
             raise PeerDiedError("this rank has left the group")
+        if time.monotonic() - self._drained > _DRAIN_SECONDS:  # strangers must not fill the queue of those who report
+            self._reports.heard(0.0)
+            self._drained = time.monotonic()
         outgoing, incoming = _as_tensor(send), _as_tensor(receive)
         try:
             if self._device.type == "cpu":

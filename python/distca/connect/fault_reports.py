@@ -89,11 +89,28 @@ class FaultReports:
             for one in (self._listener, *(call for call, _ in self._arriving)):
                 news.register(one, selectors.EVENT_READ)
             news.select(seconds)
+        room = 2 * len(self._peers) + 2
+        while self._accept(room) == room:
+            self._receive(room)
+        self._receive(room)
+        return dict(self._heard)
+
+    def _accept(self, most: int) -> int:
+        """Takes up to so many connections that have arrived, and returns their number."""
+        assert self._listener is not None
+        accepted = 0
         with contextlib.suppress(OSError):  # no further connection has arrived
-            while True:
+            while accepted < most:
                 call = self._listener.accept()[0]
                 call.setblocking(False)  # the listener's own mode is not handed on
                 self._arriving.append((call, bytearray()))
+                accepted += 1
+        return accepted
+
+    def _receive(self, room: int) -> None:
+        """Takes in what has arrived, and keeps the last `room` of the connections on which more may come: strangers
+        that connect and say nothing must not use up this process's open files.
+        """
         still = []
         for call, data in self._arriving:
             if receive(call, data):
@@ -101,12 +118,9 @@ class FaultReports:
             else:
                 call.close()
                 self._take(bytes(data))
-        # Strangers that connect and say nothing must not use up this process's open files.
-        room = 2 * len(self._peers) + 2
         for call, _ in still[:-room]:
             call.close()
         self._arriving = still[-room:]
-        return dict(self._heard)
 
     def _take(self, data: bytes) -> None:
         token, _, content = data.partition(b"\n")
