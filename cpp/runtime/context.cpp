@@ -49,7 +49,8 @@ Context::~Context() { protocol_.drain(); }
 /// Makes this thread the one that is in a step of a healthy context, for the lifetime of the object.
 class Context::Call {
  public:
-  explicit Call(Context& context) : context_(context), lock_(context.in_step_, std::try_to_lock) {
+  explicit Call(Context& context) : Call(context, std::unique_lock(context.in_step_, std::try_to_lock)) {}
+  Call(Context& context, std::unique_lock<Flag> lock) : context_(context), lock_(std::move(lock)) {
     require(lock_.owns_lock(), "context \"", context.options_.name,
             "\" is in a step on another thread; one step at a time");
     context.settle_abandoned();
@@ -260,7 +261,9 @@ void Context::replay(const std::shared_ptr<Recording>& recording) {
 }
 
 void Context::check() {
-  const Call call(*this);
+  std::unique_lock lock(in_step_, std::try_to_lock);
+  if (!lock.owns_lock()) return;  // whoever is in a step finds the fault, and must not be waited for
+  const Call call(*this, std::move(lock));
   protocol_.check_healthy();
   guarded([&] { protocol_.check(); });
 }

@@ -171,6 +171,7 @@ class Context(Registered):
         """Raises the fault that this rank has met, if any, and waits for nothing.
 
         This is for steps on a GPU, which are queued: this call, or the next call of the context, reports their faults.
+        While another thread is in a step, that thread raises the fault, and this call does nothing.
 
         Raises:
             PeerDiedError, PeerLeftError, PeerTimeoutError, PlanMismatchError: the fault.

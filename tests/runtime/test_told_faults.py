@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -336,3 +337,18 @@ def test_strides_that_say_nothing_are_taken_and_so_is_an_expanded_gradient(rows:
         others = on_all_ranks(contexts, lambda rank, context: work(rank, context, odd))
     for a, b in zip(usual, others, strict=True):
         assert len(a) == len(b) == 4 and all(map(torch.equal, a, b))
+
+
+def test_a_check_from_another_thread_disturbs_no_step_and_tells_its_fault_afterwards() -> None:
+    plan = distca.plan(distca.Layout.from_documents([[40], []]), distca.Heads(2, 1, 8), servers=[1], rank=0)
+    rows = [torch.ones(40, n, 8) for n in (2, 1, 1)]
+    with loopback_group(plan, timeout=0.5) as contexts, ThreadPoolExecutor(1) as thread:
+        step = thread.submit(distca.core_attention, *rows, plan, context=contexts[0])
+        checks = 0
+        with suppress(distca.ContextPoisonedError):  # the step may just have failed
+            while not step.done():
+                contexts[0].check()
+                checks += 1
+        assert checks > 0 and isinstance(step.exception(), distca.PeerTimeoutError)
+        with pytest.raises(distca.ContextPoisonedError, match="waited 0.5 s for rank 1"):
+            contexts[0].check()
