@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import torch
@@ -29,7 +30,7 @@ class GatheredDocuments:
         self.rows, self.lengths = rows, lengths
         self._gathered, self._exchange = gathered, exchange
 
-    @property
+    @functools.cached_property
     def cu_seqlens(self) -> torch.Tensor:
         """Where each document begins, and the end of the last one: int32 ``[N + 1]``, as kernels of packed rows take
         them.

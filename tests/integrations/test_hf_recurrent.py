@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from families import tiny
+from families.recurrent import Result, assert_as_expected
+from families.reference import gradients, loss_of
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
@@ -32,7 +33,6 @@ MODELS = {
     "a sum over time": ("minimax", {}),
 }
 QWEN = MODELS["linear attention"]
-Result = tuple[float, dict[str, torch.Tensor]]
 
 
 def _tokens() -> list[torch.Tensor]:
@@ -51,24 +51,16 @@ def _inputs(rank: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     return {"input_ids": torch.cat(ids)[None], "position_ids": LAYOUT.position_ids(rank)[None]}, torch.cat(targets)
 
 
-def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits[0].double(), targets, ignore_index=-100, reduction="sum")
-
-
-def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
-
-
 @functools.cache
 def _expected(which: str) -> Result:
     """transformers' own attention, one document at a time."""
     entry, options = MODELS[which]
     model, total = tiny.model_of(entry, "eager", options).train(), 0.0
     for tokens in _tokens():
-        loss = _loss(model(tokens[None], use_cache=False).logits, torch.cat([tokens[1:], torch.tensor([-100])]))
+        loss = loss_of(model(tokens[None], use_cache=False).logits[0], torch.cat([tokens[1:], torch.tensor([-100])]))
         loss.backward()
         total += loss.item()
-    return total, _gradients(model)
+    return total, gradients(model)
 
 
 def _on_all_ranks(
@@ -86,30 +78,23 @@ def _on_all_ranks(
         model = models[rank] if prepared is None else prepared
         inputs, targets = _inputs(rank)
         shared = {"plan": made[rank], "distca_context": context} | keywords
-        loss = _loss(model(**inputs, **shared).logits, targets)
+        loss = loss_of(model(**inputs, **shared).logits[0], targets)
         loss.backward()
-        return loss.item(), _gradients(models[rank])
+        return loss.item(), gradients(models[rank])
 
     parts = made[0].plans if halves else made[:1]
     plans = [plan for part in parts for plan in part.values()]
     with loopback_group(plans) as contexts:
         results = on_all_ranks(contexts, work)
-    gradients = {name: sum(of[name] for _, of in results) for name in results[0][1]}
-    return sum(loss for loss, _ in results), gradients
-
-
-def _check_same(found: Result, expected: Result) -> None:
-    assert found[0] == pytest.approx(expected[0], rel=1e-6)
-    floor = 1e-2 * max(gradient.norm() for gradient in expected[1].values())
-    for name, gradient in expected[1].items():
-        assert (found[1][name] - gradient).norm() <= 3e-5 * (gradient.norm() + floor), name
+    summed = {name: sum(of[name] for _, of in results) for name in results[0][1]}
+    return sum(loss for loss, _ in results), summed
 
 
 @pytest.mark.parametrize("which", MODELS)
 @pytest.mark.parametrize("cache", [False, None], ids=["no cache", "the default cache"])
 def test_documents_on_three_ranks_are_computed_as_if_alone(which: str, cache: bool | None) -> None:
     """transformers' default cache would hand the state of a document to the next one."""
-    _check_same(_on_all_ranks(which, **({} if cache is None else {"use_cache": cache})), _expected(which))
+    assert_as_expected(_on_all_ranks(which, **({} if cache is None else {"use_cache": cache})), _expected(which))
 
 
 @pytest.mark.parametrize("which", MODELS)
@@ -125,7 +110,7 @@ def test_documents_that_see_each_others_state_would_be_noticed(which: str) -> No
 
 @pytest.mark.parametrize("which", MODELS)
 def test_layers_that_run_again_in_backward_have_the_plan(which: str) -> None:
-    _check_same(_on_all_ranks(which, lambda model: model.gradient_checkpointing_enable()), _expected(which))
+    assert_as_expected(_on_all_ranks(which, lambda model: model.gradient_checkpointing_enable()), _expected(which))
 
 
 def test_a_recurrent_module_that_fully_shard_has_wrapped_by_itself_runs_by_document() -> None:
@@ -136,7 +121,7 @@ def test_a_recurrent_module_that_fully_shard_has_wrapped_by_itself_runs_by_docum
             kind = type(layer.self_attn)
             layer.self_attn.__class__ = type("FSDP" + kind.__name__, (kind,), {})
 
-    _check_same(_on_all_ranks("a sum over time", prepare), _expected("a sum over time"))
+    assert_as_expected(_on_all_ranks("a sum over time", prepare), _expected("a sum over time"))
 
 
 def test_a_layer_that_runs_again_without_its_plan_is_refused() -> None:
@@ -151,7 +136,7 @@ def test_a_layer_that_runs_again_without_its_plan_is_refused() -> None:
 @pytest.mark.parametrize("which", MODELS)
 def test_two_halves_are_computed_as_one_row(which: str) -> None:
     found = _on_all_ranks(which, lambda model: hf.ping_pong(model), halves=True, use_cache=False)
-    _check_same(found, _expected(which))
+    assert_as_expected(found, _expected(which))
 
 
 def test_keywords_of_a_packed_row_do_not_reach_a_single_document() -> None:
@@ -167,7 +152,7 @@ def test_keywords_of_a_packed_row_do_not_reach_a_single_document() -> None:
 
         mixer.forward = watch
 
-    _check_same(
+    assert_as_expected(
         _on_all_ranks("linear attention", prepare, seq_idx=None, cu_seq_lens_q=None), _expected("linear attention")
     )
     assert len(seen) == 6  # documents, and padding, of all ranks
@@ -300,7 +285,7 @@ def test_hooks_that_move_all_arguments_of_every_module_change_nothing(which: str
         for module in model.modules():
             module.register_forward_pre_hook(move, with_kwargs=True)
 
-    _check_same(_on_all_ranks(which, prepare), _expected(which))
+    assert_as_expected(_on_all_ranks(which, prepare), _expected(which))
 
 
 def test_a_unit_of_fsdp_inside_of_a_recurrent_module_is_refused() -> None:

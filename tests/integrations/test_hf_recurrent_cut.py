@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from families import tiny
+from families.recurrent import Result, assert_as_expected
+from families.reference import gradients, loss_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -55,7 +56,6 @@ LAYOUTS = {
 #: A prompt that is cut, two answers, one that goes on from the middle of another, and a document that shares nothing.
 PROMPTS = Tree([9, 15, 25, 12, 7], [range(9), range(9, 15), range(9, 25), range(11, 12), range(7)], {1: 0, 2: 0, 3: 1})
 PROMPTS_LAYOUT = [[(0, 0, 5), (1, 9, 15)], [(2, 9, 20), (0, 5, 9)], [(4, 0, 7), (3, 11, 12), (2, 20, 25)]]
-Result = tuple[float, dict[str, torch.Tensor]]
 
 
 def _rows_of(tree: Tree, seed: int) -> list[torch.Tensor]:
@@ -77,14 +77,6 @@ def _inputs(tree: Tree, layout: distca.Layout, rank: int) -> tuple[dict[str, tor
     return {"input_ids": made[0][None], "position_ids": layout.position_ids(rank)[None]}, made[1]
 
 
-def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits[0].double(), targets, ignore_index=-100, reduction="sum")
-
-
-def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
-
-
 @functools.cache
 def _expected(which: str, shared: bool = False) -> Result:
     """transformers' own attention, one document at a time with all rows that it sees; its own rows count."""
@@ -92,10 +84,10 @@ def _expected(which: str, shared: bool = False) -> Result:
     entry, options = MODELS[which]
     model, total = tiny.model_of(entry, "eager", options).train(), 0.0
     for own, tokens, targets in zip(tree.own, _rows_of(tree, 3), _rows_of(tree, 4), strict=True):
-        loss = _loss(model(tokens[None], use_cache=False).logits[:, own.start :], targets[own.start :])
+        loss = loss_of(model(tokens[None], use_cache=False).logits[0, own.start :], targets[own.start :])
         loss.backward()
         total += loss.item()
-    return total, _gradients(model)
+    return total, gradients(model)
 
 
 def _found(
@@ -117,41 +109,34 @@ def _found(
         prepared = prepare(models[rank])
         inputs, targets = _inputs(tree, layout, rank)
         model = models[rank] if prepared is None else prepared
-        loss = _loss(model(**inputs, plan=made[rank], distca_context=context, use_cache=False).logits, targets)
+        loss = loss_of(model(**inputs, plan=made[rank], distca_context=context, use_cache=False).logits[0], targets)
         loss.backward()
-        return loss.item(), _gradients(models[rank])
+        return loss.item(), gradients(models[rank])
 
     parts = made[0].plans if halves else made[:1]
     with loopback_group([plan for part in parts for plan in part.values()], timeout=20.0) as contexts:
         results = on_all_ranks(contexts, work)
-    gradients = {name: sum(of[name] for _, of in results) for name in results[0][1]}
-    return sum(loss for loss, _ in results), gradients
-
-
-def _check_same(found: Result, expected: Result) -> None:
-    assert found[0] == pytest.approx(expected[0], rel=1e-6)
-    floor = 1e-2 * max(gradient.norm() for gradient in expected[1].values())
-    for name, gradient in expected[1].items():
-        assert (found[1][name] - gradient).norm() <= 3e-5 * (gradient.norm() + floor), name
+    summed = {name: sum(of[name] for _, of in results) for name in results[0][1]}
+    return sum(loss for loss, _ in results), summed
 
 
 @pytest.mark.parametrize("which", MODELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_documents_that_are_cut_between_three_ranks_are_computed_as_if_alone(which: str, layout: str) -> None:
-    _check_same(_found(which, distca.Layout(LAYOUTS[layout])), _expected(which))
+    assert_as_expected(_found(which, distca.Layout(LAYOUTS[layout])), _expected(which))
 
 
 @pytest.mark.parametrize("which", MODELS)
 def test_layers_that_run_again_in_backward_get_the_rows_again(which: str) -> None:
     layout = distca.Layout(LAYOUTS["two cut documents, and one that stays"])
     found = _found(which, layout, prepare=lambda model: model.gradient_checkpointing_enable())
-    _check_same(found, _expected(which))
+    assert_as_expected(found, _expected(which))
 
 
 @pytest.mark.parametrize("which", MODELS)
 def test_two_halves_whose_documents_are_cut_are_computed_as_one_row(which: str) -> None:
     layout = distca.Layout(LAYOUTS["two cut documents, and one that stays"])
-    _check_same(_found(which, layout, prepare=hf.ping_pong, halves=True), _expected(which))
+    assert_as_expected(_found(which, layout, prepare=hf.ping_pong, halves=True), _expected(which))
 
 
 @pytest.mark.parametrize("which", MODELS)
@@ -159,7 +144,7 @@ def test_two_halves_whose_documents_are_cut_are_computed_as_one_row(which: str) 
 def test_documents_that_share_rows_are_computed_as_if_each_had_them(which: str, ranks: int) -> None:
     segments = PROMPTS_LAYOUT if ranks == 3 else [[one for of_rank in PROMPTS_LAYOUT for one in of_rank]]
     layout = distca.Layout(segments, branches=PROMPTS.branches)
-    _check_same(_found(which, layout, PROMPTS), _expected(which, shared=True))
+    assert_as_expected(_found(which, layout, PROMPTS), _expected(which, shared=True))
 
 
 class _Looks(torch.nn.Module):
@@ -249,9 +234,9 @@ def _train_in_groups(which: str, wrapper: str) -> Result:
     with distca.init(max_tokens=64, heads=heads, group=mesh.get_group("context"), timeout=60.0) as context:
         plans = distca.plans(layout, heads, windows=hf.windows_of(config), rank=context.rank)
         inputs, targets = _inputs(TREE, layout, context.rank)
-        loss = _loss(wrapped(**inputs, plan=plans, distca_context=context, use_cache=False).logits, targets)
+        loss = loss_of(wrapped(**inputs, plan=plans, distca_context=context, use_cache=False).logits[0], targets)
         loss.backward()
-        gradients = {name: (g.full_tensor() if isinstance(g, DTensor) else g) for name, g in _gradients(model).items()}
+        whole_ones = {n: (g.full_tensor() if isinstance(g, DTensor) else g) for n, g in gradients(model).items()}
         model.eval()
         with torch.no_grad():  # a second batch, of whole documents on one rank and of padding on the other
             whole = distca.Layout([[(0, 0, 9), (1, 0, 20), (2, 0, 1), (3, 0, 40)], [(-1, 0, 3)]])
@@ -260,12 +245,12 @@ def _train_in_groups(which: str, wrapper: str) -> Result:
             wrapped(**inputs, plan=plans, distca_context=context, use_cache=False)
     total = torch.tensor(loss.item(), dtype=torch.float64)
     dist.all_reduce(total)
-    return total.item(), gradients
+    return total.item(), whole_ones
 
 
 @pytest.mark.parametrize(("which", "wrapper"), [("linear attention", "ddp"), ("convolutions", "fsdp2")])
 def test_processes_in_two_groups_train_as_one_process_does(which: str, wrapper: str) -> None:
-    loss, gradients = _expected(which)
+    expected = _expected(which)
     for found in processes.launch(_train_in_groups, which, wrapper, ranks=4):
         # The wrappers divide by the four ranks; both groups have all documents.
-        _check_same((found[0] / 2, {name: 2 * gradient for name, gradient in found[1].items()}), (loss, gradients))
+        assert_as_expected((found[0] / 2, {name: 2 * gradient for name, gradient in found[1].items()}), expected)

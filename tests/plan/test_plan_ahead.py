@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import distca
+from distca.planner.exchange import Exchange, GatheredSteps
 from support.ranks import launch
 
 HEADS = distca.Heads(q=2, kv=1, dim=8)
@@ -95,6 +96,22 @@ def test_a_stopiteration_of_a_function_does_not_end_the_pass_as_if_the_loader_ha
         pytest.raises(RuntimeError, match="raised StopIteration"),
     ):
         next(iter(steps))
+
+
+class _Stops(GatheredSteps[None, None]):
+    def _load(self) -> tuple[None, list[int] | None]:
+        return next(iter(()))
+
+    def _is_last(self, counts: list[int]) -> bool:
+        return True
+
+    def _layouts(self, words: list[list[int]], counts: list[int]) -> None:
+        raise AssertionError("nothing was told")
+
+
+def test_a_stopiteration_while_any_steps_load_does_not_end_the_pass() -> None:
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        next(_Stops(Exchange(None), "a pass"))
 
 
 def _threads() -> list[threading.Thread]:

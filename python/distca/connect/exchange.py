@@ -28,7 +28,7 @@ from distca.errors import (
     PeerTimeoutError,
     PlanMismatchError,
 )
-from distca.planner.private_group import all_to_all_single, connected, waited
+from distca.planner.private_group import all_to_all_single, connected, is_late, waited
 
 REPORT_SECONDS = 1.0
 """How long a rank whose exchange broke tells its peers, and waits for their reports."""
@@ -74,9 +74,8 @@ class Exchange:
         limit = timedelta(seconds=self._timeout)
         try:
             return connected(name, self._rank, self._ranks, limit, self._device.type)
-        except (RuntimeError, TimeoutError) as error:
-            late = isinstance(error, TimeoutError) or "time" in str(error).lower()
-            kind = PeerTimeoutError if late else OperatingSystemError
+        except RuntimeError as error:
+            kind = PeerTimeoutError if is_late(error) else OperatingSystemError
             raise kind(f"init: rank {self._rank} could not connect to its peers: {error}") from error
 
     def all_to_all(
@@ -127,7 +126,7 @@ class Exchange:
 
     def _explain(self, error: RuntimeError) -> DistcaError:
         """The error for an exchange that broke: a peer's report of its own fault, or the peers that do not answer."""
-        late = "timed out" in str(error).lower()
+        late = is_late(error)
         deadline = time.monotonic() + REPORT_SECONDS
         self._report(_WAITING, str(error))
         others = others_of(self._rank, self._ranks)
@@ -139,7 +138,7 @@ class Exchange:
                     return _as_reported(names_of([rank], self._global_ranks), kind, text)
             if len(reports) == len(others) or left <= 0:
                 break
-        late |= any("timed out" in text.lower() for _, text in reports.values())
+        late |= any(is_late(text) for _, text in reports.values())
         silent = [rank for rank in others if rank not in reports]
         names = names_of(silent, self._global_ranks) if silent else "a peer"
         if late:
@@ -210,7 +209,7 @@ def gather_text(text: str, group: dist.ProcessGroup, timeout: float | None = Non
     except RuntimeError as error:
         rank = dist.get_rank(group)
         names = names_of(others_of(rank, len(everyone)))
-        if "timed out" in str(error).lower():
+        if is_late(error):
             limit = "" if timeout is None else f" {timeout:g} s"
             raise PeerTimeoutError(f"init: rank {rank} waited{limit}, and {names} did not join") from error
         raise PeerDiedError(f"init: rank {rank} lost the connection to one of {names}: {error}") from error

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from distca.errors import DistcaError, PeerDiedError, PeerTimeoutError
-from distca.planner.private_group import PrivateGroup
+from distca.planner.private_group import PrivateGroup, is_late
 
 
 class RowExchange(ABC):
@@ -70,7 +70,7 @@ class GroupRows(RowExchange):
     def __init__(self, ranks: list[int], device: str, timeout: float | None) -> None:
         try:
             self._private = PrivateGroup(ranks, timeout, device)
-        except (RuntimeError, TimeoutError) as error:
+        except RuntimeError as error:
             raise _unreachable(error) from error
 
     def close(self) -> None:
@@ -119,8 +119,7 @@ class Meeting:
         self.sent: list[list[torch.Tensor]] = [[]] * num_ranks
 
 
-def _unreachable(error: Exception) -> DistcaError:
+def _unreachable(error: RuntimeError) -> DistcaError:
     """The error for one of PyTorch's from an exchange of rows."""
-    timed_out = isinstance(error, TimeoutError) or any(w in str(error).lower() for w in ("timed out", "timeout"))
-    kind = PeerTimeoutError if timed_out else PeerDiedError
+    kind = PeerTimeoutError if is_late(error) else PeerDiedError
     return kind(f"the ranks could not exchange rows: one of them has ended, or makes other calls: {error}")

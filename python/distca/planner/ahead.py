@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from distca.errors import DistcaError, InvalidArgumentError
-from distca.planner.exchange import FAILED, STOPPED, Exchange, Steps
+from distca.planner.exchange import FAILED, STOPPED, Exchange, Steps, not_the_end
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -166,15 +166,6 @@ class _PassState(Generic[Loaded, Planned]):
         with self._changed:
             self._over, self._error = True, error
             self._changed.notify_all()
-
-
-def not_the_end(error: BaseException) -> BaseException:
-    """The error, or another one for a StopIteration, which would end the pass as if no batch followed."""
-    if not isinstance(error, StopIteration):
-        return error
-    made = RuntimeError("a function that was given to plan ahead raised StopIteration")
-    made.__cause__ = error
-    return made
 
 
 def _prepare(state: _PassState[Loaded, Planned], steps: Steps[Any, Any], make_plans: Callable[[Any], Planned]) -> None:

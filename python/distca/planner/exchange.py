@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from distca.errors import DistcaError, InvalidArgumentError, PeerDiedError, PeerLeftError, PeerTimeoutError
-from distca.planner.private_group import PrivateGroup
+from distca.planner.private_group import PrivateGroup, is_late
 
 Loaded = TypeVar("Loaded", covariant=True)
 Layouts = TypeVar("Layouts", covariant=True)
@@ -29,6 +29,17 @@ class Steps(Iterator[tuple[Loaded, Layouts]]):
 
     def abort(self, code: int) -> None:
         """Says that this rank takes no further step: it has failed (`FAILED`) or was stopped (`STOPPED`)."""
+
+
+def not_the_end(error: BaseException) -> BaseException:
+    """The error, or another one for a StopIteration of a function that the user gave: it would end the pass as if no
+    batch followed.
+    """
+    if not isinstance(error, StopIteration):
+        return error
+    made = RuntimeError("a function that was given to plan ahead raised StopIteration")
+    made.__cause__ = error
+    return made
 
 
 class Exchange:
@@ -102,7 +113,10 @@ class GatheredSteps(Steps[Loaded, Layouts], Generic[Loaded, Layouts]):
         """The layouts of a step from what the ranks have told."""
 
     def __next__(self) -> tuple[Any, Any]:
-        loaded, mine = self._load()
+        try:
+            loaded, mine = self._load()
+        except StopIteration as error:  # loaders that end do so inside
+            raise not_the_end(error) from error
         counts = self._counts(ENDED if mine is None else len(mine))
         for rank, count in enumerate(counts):
             if count in (FAILED, STOPPED):
@@ -172,8 +186,7 @@ def gathered_lengths(lengths: Callable[[], list[int]], find: Callable[[], Exchan
 
 def _unreachable(error: RuntimeError) -> DistcaError:
     """The error for one of PyTorch's from an exchange of lengths."""
-    timed_out = any(words in str(error).lower() for words in ("timed out", "timeout"))
-    return (PeerTimeoutError if timed_out else PeerDiedError)(
+    return (PeerTimeoutError if is_late(error) else PeerDiedError)(
         "the ranks could not exchange the lengths of their documents: a rank has ended, or has no further batch; "
         f"all ranks need equally many batches, or distca.PlanAhead in place of this exchange: {error}"
     )

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from distca.errors import InvalidArgumentError
 from distca.heads import Heads, LayerHeads
-from distca.planner.ahead import Ahead, not_the_end
-from distca.planner.exchange import ENDED, Exchange, GatheredSteps, Steps
+from distca.planner.ahead import Ahead
+from distca.planner.exchange import ENDED, Exchange, GatheredSteps, Steps, not_the_end
 from distca.planner.layout import Layout, Window
 from distca.planner.plan import Plan, Plans
 from distca.planner.planning import plan, plans
@@ -220,10 +220,7 @@ class _GatheredLayouts(GatheredSteps[Batch | None, Layout]):
                     raise InvalidArgumentError(
                         "PlanAhead: the loader yielded None, which stands for a loader that has ended"
                     )
-                try:
-                    return batch, self._telling.words(batch)
-                except StopIteration as error:
-                    raise not_the_end(error) from error
+                return batch, self._telling.words(batch)
             self._loader_ended = True
         return None, None
 

@@ -71,11 +71,16 @@ def connected(name: str, rank: int, num_ranks: int, limit: timedelta, device: st
     """A backend of ``torch.distributed`` that is in no list of groups.
 
     Raises:
-        RuntimeError, TimeoutError: the ranks do not come together.
+        RuntimeError: the ranks do not come together (`is_late` tells whether in time).
     """
     make: Callable[..., Any] = dist.ProcessGroupNCCL if device == "cuda" else dist.ProcessGroupGloo
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-    return within(limit.total_seconds() + 1.0, lambda: make(store, rank, num_ranks, limit))
+    return _within(limit.total_seconds() + 1.0, lambda: make(store, rank, num_ranks, limit))
+
+
+def is_late(error: Exception | str) -> bool:
+    """Whether an error of ``torch.distributed``, or its text, says that a wait took too long."""
+    return any(words in str(error).lower() for words in ("timed out", "timeout"))
 
 
 def all_to_all_single(
@@ -97,8 +102,8 @@ def waited(work: Any) -> None:
     work.wait()
 
 
-def within(seconds: float, make: Callable[[], Any]) -> Any:
-    """What `make` returns or raises. Raises TimeoutError if it takes longer, and then leaves its thread running."""
+def _within(seconds: float, make: Callable[[], Any]) -> Any:
+    """What `make` returns or raises. Raises RuntimeError if it takes longer, and then leaves its thread running."""
     made: list[Any] = []
 
     def run() -> None:
@@ -111,7 +116,7 @@ def within(seconds: float, make: Callable[[], Any]) -> Any:
     thread.start()
     thread.join(seconds)
     if not made:
-        raise TimeoutError(f"no answer within {seconds:g} s")
+        raise RuntimeError(f"timed out: no answer within {seconds:g} s")
     if isinstance(made[0], Exception):
         raise made[0]
     return made[0]
