@@ -10,7 +10,8 @@ import torch
 from distca.connect.row_exchange import RowExchange
 from distca.context import Context
 from distca.errors import InvalidArgumentError, refusals_told
-from distca.planner.gathering import Gathering, gathering, whole_pieces
+from distca.planner.gathering import Gathering, gathering
+from distca.planner.pieces import whole_pieces
 from distca.planner.plan import Plan, Plans
 from distca.registry import find_context
 

@@ -458,14 +458,14 @@ FAULTS = [
     ),
     Fault(
         "branches: recurrent layers run on their own rows alone",
-        "python/distca/planner/gathering.py",
+        "python/distca/planner/pieces.py",
         "        documents[document] = before + own[document]\n",
         "        documents[document] = own[document]\n",
         ("tests/plan/test_gathering.py",),
     ),
     Fault(
         "branches: a branch counts as cut where its own rows are whole",
-        "python/distca/planner/gathering.py",
+        "python/distca/planner/pieces.py",
         "if document != PADDING and range(begin, end) != own[document]:",
         "if document != PADDING and (begin, end) != (0, own[document].stop):",
         (MODELS,),

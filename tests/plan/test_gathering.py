@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
@@ -14,32 +10,18 @@ from hypothesis import strategies as st
 import distca
 from distca.connect.row_exchange import Meeting, ThreadRows
 from distca.planner.gathering import gathering
-from support.branches import Tree, random_tree
-
-
-def _on_threads(ranks: int, work: Callable[[int, ThreadRows], Any]) -> list[Any]:
-    meeting = Meeting(ranks)
-    with ThreadPoolExecutor(ranks) as threads:
-        return list(threads.map(lambda rank: work(rank, ThreadRows(meeting, rank, 20.0)), range(ranks)))
-
-
-def _rows_of(tree: Tree, document: int) -> list[tuple[int, int]]:
-    """All rows that the document sees, as (document, row) of the document that has them of its own."""
-    return [(of, row) for of, rows in tree.path(document) for row in rows]
-
-
-def _own_rows(layout: distca.Layout, rank: int) -> list[tuple[int, int]]:
-    return [(document, row) for document, begin, end in layout.segments(rank) for row in range(begin, end)]
+from support.branches import own_rows, random_tree, rows_of
+from support.groups import on_threads
 
 
 @given(st.integers(0, 10**6), st.integers(1, 5), st.booleans())
-def test_each_document_is_whole_on_one_rank_and_its_own_rows_come_back(seed: int, ranks: int, merges: bool) -> None:
+def test_each_document_is_whole_on_one_rank_and_itsown_rows_come_back(seed: int, ranks: int, merges: bool) -> None:
     tree = random_tree(seed, merges=merges)
     layout = tree.layout(ranks, seed)
 
     def work(rank: int, exchange: ThreadRows) -> tuple[list[list[tuple[int, int]]], torch.Tensor]:
         gathered = gathering(layout, rank)
-        rows = torch.tensor(_own_rows(layout, rank), dtype=torch.int32).reshape(-1, 2)
+        rows = torch.tensor(own_rows(layout, rank), dtype=torch.int32).reshape(-1, 2)
         if gathered is None:
             assert not tree.branches
             return [], rows
@@ -49,18 +31,18 @@ def test_each_document_is_whole_on_one_rank_and_its_own_rows_come_back(seed: int
         firsts = torch.cat([of[-1:].expand(len(of), 2) for of in whole.split(gathered.lengths)])
         return of_documents, torch.cat([gathered.scatter(whole, exchange), gathered.scatter(firsts, exchange)], dim=1)
 
-    results = _on_threads(ranks, work)
+    results = on_threads(ranks, work)
     found = [of for of_documents, _ in results for of in of_documents if of[0][0] >= 0]
     for rank, (of_documents, back) in enumerate(results):
         if not of_documents:
             continue
-        own = _own_rows(layout, rank)
+        own = own_rows(layout, rank)
         assert back[:, :2].tolist() == [list(row) for row in own]
         # A row comes back from its own document, which ends with that document's last row, and not from a branch.
         ends = [(document, tree.lengths[document] - 1) for document, _ in own if document >= 0]
         assert [row for row in back[:, 2:].tolist() if row[0] >= 0] == [list(end) for end in ends]
     if found:
-        expected = [_rows_of(tree, document) for document in range(len(tree.lengths))]
+        expected = [rows_of(tree, document) for document in range(len(tree.lengths))]
         assert sorted(of for of in found if of in expected) == sorted(expected)
         assert all(len(of) == 1 for of in found if of not in expected)  # a rank without documents runs on one row
 
@@ -97,7 +79,7 @@ def test_a_rank_without_rows_computes_a_row_of_zeros() -> None:
         assert torch.equal(gathered.scatter(whole, exchange), rows)
         return whole[:, 0].tolist()
 
-    assert _on_threads(3, work) == [[1.0], [1.0] * 3 + [2.0] * 5, [0.0]]
+    assert on_threads(3, work) == [[1.0], [1.0] * 3 + [2.0] * 5, [0.0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -115,7 +97,7 @@ def test_gradients_of_shared_rows_are_sums_over_the_documents_that_see_them(dtyp
         return rows.grad[:, 0].tolist()
 
     # A document's sum counts once for each of its own rows: 4, 2 and 3 times.
-    assert _on_threads(2, work) == [[4.0 + 2 + 3] * 4 + [2.0] * 2, [3.0] * 3]
+    assert on_threads(2, work) == [[4.0 + 2 + 3] * 4 + [2.0] * 2, [3.0] * 3]
 
 
 def test_an_exchange_to_which_a_rank_does_not_come_is_an_error() -> None:
@@ -127,7 +109,7 @@ def test_an_exchange_to_which_a_rank_does_not_come_is_an_error() -> None:
 
 @pytest.mark.parametrize("of_row", [(), (3,), (2, 5)])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float32])
-def test_rows_of_any_dtype_and_shape_are_exchanged(dtype: torch.dtype, of_row: tuple[int, ...]) -> None:
+def testrows_of_any_dtype_and_shape_are_exchanged(dtype: torch.dtype, of_row: tuple[int, ...]) -> None:
     """Rank 0 sends three rows to rank 1, which keeps its own three."""
 
     def work(rank: int, exchange: ThreadRows) -> torch.Tensor:
@@ -135,6 +117,6 @@ def test_rows_of_any_dtype_and_shape_are_exchanged(dtype: torch.dtype, of_row: t
         return exchange.move(rows, [0, 3], [3 * rank, 3 * rank])
 
     expected = torch.tensor([0, 0, 0, 1, 1, 1], dtype=dtype).reshape(6, *[1] * len(of_row)).expand(6, *of_row)
-    nothing, all_rows = _on_threads(2, work)
+    nothing, all_rows = on_threads(2, work)
     assert torch.equal(all_rows, expected)
     assert nothing.shape == (0, *of_row) and nothing.dtype == dtype

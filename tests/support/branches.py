@@ -179,3 +179,13 @@ def attention_of_tree(
     out.backward(batch.dout[mine].to(dtype))
     assert q.grad is not None and k.grad is not None and v.grad is not None
     return out.detach(), lse.detach(), q.grad[mine], k.grad[mine], v.grad[mine]
+
+
+def rows_of(tree: Tree, document: int) -> list[tuple[int, int]]:
+    """All rows that the document sees, as (document, row) of the document that has them of its own."""
+    return [(of, row) for of, rows in tree.path(document) for row in rows]
+
+
+def own_rows(layout: distca.Layout, rank: int) -> list[tuple[int, int]]:
+    """The rank's rows, as (document, row)."""
+    return [(document, row) for document, begin, end in layout.segments(rank) for row in range(begin, end)]

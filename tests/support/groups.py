@@ -8,6 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ import torch
 
 import distca
 from distca import testing
+from distca.connect.row_exchange import Meeting, ThreadRows
 from distca.testing import _emulation
 from support.batches import NAN, Batch, gather, rows_of_rank
 from support.oracle import NAMES
@@ -211,3 +213,10 @@ def compute(
             contexts, lambda rank, context: run_step(batch, plan, context, fused=fused, scale=scale), threads
         )
     return together(batch.lengths, plan.layout, results)
+
+
+def on_threads(ranks: int, work: Callable[[int, ThreadRows], Result]) -> list[Result]:
+    """The results of ranks that are threads and exchange rows, without contexts."""
+    meeting = Meeting(ranks)
+    with ThreadPoolExecutor(ranks) as threads:
+        return list(threads.map(lambda rank: work(rank, ThreadRows(meeting, rank, 20.0)), range(ranks)))

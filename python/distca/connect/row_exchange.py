@@ -42,6 +42,25 @@ class RowExchange(ABC):
         moved: torch.Tensor = _Moved.apply(rows, self, counts, received)  # type: ignore[no-untyped-call]
         return moved
 
+    def move_parts(
+        self, parts: Sequence[Sequence[torch.Tensor]], shapes: Sequence[Sequence[Sequence[int]]]
+    ) -> list[list[torch.Tensor]]:
+        """Hands several tensors to each rank at once. Gradients go back the same way.
+
+        Args:
+            parts: those for each rank, of any shapes and the same number and dtypes on all ranks.
+            shapes: the shapes of those that come from each rank.
+
+        Returns:
+            Those that come from each rank.
+        """
+        flat = [part for of_rank in parts for part in of_rank]
+        if not flat:
+            return [[] for _ in parts]
+        moved = _MovedParts.apply(self, shapes, *flat)  # type: ignore[no-untyped-call]
+        each = len(parts[0])
+        return [list(moved[begin : begin + each]) for begin in range(0, len(moved), each)]
+
 
 class _Moved(torch.autograd.Function):
     @staticmethod
@@ -56,6 +75,42 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         return ctx.exchange.move(gradient, ctx.received, ctx.counts), None, None, None
+
+
+class _MovedParts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, exchange: RowExchange, shapes: Sequence[Sequence[Sequence[int]]], *flat: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        each = len(flat) // len(shapes)
+        ctx.exchange, ctx.shapes = (
+            exchange,
+            [[part.shape for part in flat[at : at + each]] for at in _steps(flat, each)],
+        )
+        pieces = [part.reshape(-1).contiguous().view(torch.uint8) for part in flat]
+        counts = [sum(map(len, pieces[at : at + each])) for at in _steps(flat, each)]
+        sizes = [part.element_size() for part in flat[:each]]
+        come = [[math.prod(s) * size for s, size in zip(of_rank, sizes, strict=True)] for of_rank in shapes]
+        received = exchange.bytes_of_all(torch.cat(pieces)[:, None], counts, list(map(sum, come)))
+        parts = []
+        for piece, shape, like in zip(
+            received[:, 0].split([size for of_rank in come for size in of_rank]),
+            (shape for of_rank in shapes for shape in of_rank),
+            flat[:each] * len(shapes),
+            strict=True,
+        ):
+            part = like.new_empty(shape)
+            part.view(-1).view(torch.uint8).copy_(piece)  # a piece may begin where its dtype may not
+            parts.append(part)
+        return tuple(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return None, None, *_MovedParts.apply(ctx.exchange, ctx.shapes, *gradients)  # type: ignore[no-untyped-call]
+
+
+def _steps(flat: Sequence[torch.Tensor], each: int) -> range:
+    return range(0, len(flat), each)
 
 
 class GroupRows(RowExchange):

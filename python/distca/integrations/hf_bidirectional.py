@@ -16,8 +16,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from distca.errors import InvalidArgumentError
-from distca.planner.gathering import whole_pieces
 from distca.planner.layout import PADDING, Layout
+from distca.planner.pieces import whole_pieces
 
 #: By model type, the input that marks such rows, and its values in them.
 _MARKS: dict[str, tuple[str, tuple[int, ...]]] = {

@@ -36,8 +36,8 @@ from distca.integrations.hf_recurrent import ran_by_document
 from distca.integrations.hf_results import has_labels_of_rows, has_own_loss, rank_of_several_documents
 from distca.integrations.hf_rope import depends_on_longest
 from distca.pingpong.turns import calls_of_half
-from distca.planner.gathering import cut_document
 from distca.planner.layout import PADDING, Layout
+from distca.planner.pieces import cut_document
 from distca.planner.plan import Plan, Plans
 from distca.planner.plan_source import PlanSource
 from distca.registry import find_context, open_contexts

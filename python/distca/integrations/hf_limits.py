@@ -32,8 +32,8 @@ from distca.integrations.hf_models import (
 from distca.integrations.hf_recurrent import is_recurrent, looks_along_rows, run_by_document
 from distca.integrations.hf_results import check_pooling, is_one_of, pools
 from distca.integrations.hf_rope import watch
-from distca.planner.gathering import cut_document
 from distca.planner.layout import Layout
+from distca.planner.pieces import cut_document
 
 #: By model type, why a model cannot take a plan in training.
 _REFUSED_IN_TRAINING = {

@@ -1,7 +1,8 @@
 """Modules that carry something from row to row other than by attention: linear attention, state spaces, convolutions.
 
 A rank's documents lie in one packed row, and such a module would go on over their borders. With a plan it runs on each
-document by itself. The rows of a document that is cut between ranks come together on one of them for that.
+document by itself: those that `hf_scans` knows compute every row where it lies, and others whole documents, whose rows
+come together on one rank for that if they are cut between several.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from distca.connect.row_exchange import RowExchange
-from distca.context import Context
 from distca.current import current
 from distca.errors import InvalidArgumentError
-from distca.planner.gathering import Gathering, gathering, whole_pieces
-from distca.registry import find_context
+from distca.integrations.hf_scans import along_documents, exchange_in, functions_of
+from distca.planner.gathering import Gathering, gathering
+from distca.planner.pieces import whole_pieces
 
 #: Recurrent modules that nothing in them tells from attention.
 _BY_NAME = ("MiniMaxLightningAttention",)
@@ -65,6 +66,7 @@ def run_by_document(module: torch.nn.Module, takes_plans: Callable[[], bool]) ->
     """
     if not hasattr(module, "_distca_by_document"):
         module.__dict__["_distca_by_document"] = True
+        module.__dict__["_distca_functions"] = functions_of(module)
         module.forward = functools.partial(_forward, module, takes_plans, module.forward)  # what others put there stays
 
 
@@ -91,6 +93,14 @@ def _forward(
         raise InvalidArgumentError(
             f"{type(module).__name__}: {num_rows} rows, and the plan has {layout.num_rows(rank)} on rank {rank}"
         )
+    functions: frozenset[str] = module.__dict__["_distca_functions"]
+    if functions:
+        args, kwargs = tree_unflatten(leaves, spec)
+        with along_documents(here) as called:
+            result = forward(*args, **kwargs)
+        if called == functions:
+            return result
+        module.__dict__["_distca_functions"] = frozenset()  # others have replaced them, on all ranks
     have_rows = [_has_rows(leaf, num_rows) for leaf in leaves]
     gathered = gathering(layout, rank, rows.device)
     if gathered is None:
@@ -98,7 +108,7 @@ def _forward(
         outputs = _run_on_each(forward, leaves, have_rows, spec, lengths)
         return tree_map(functools.partial(_joined, lengths), *outputs)
 
-    exchange = _exchange_in(here.context) if gathered.is_moved else None
+    exchange = exchange_in(here.context) if gathered.is_moved else None
     if exchange is not None:
         have_rows = _agreed(module, "arguments", leaves, have_rows, gathered, exchange)
     leaves = [
@@ -132,13 +142,6 @@ def _run_on_each(
         outputs.append(forward(*args, **kwargs))
         begin += length
     return outputs
-
-
-def _exchange_in(context: Context | str) -> RowExchange:
-    found = find_context(context)
-    if found is None:
-        raise InvalidArgumentError(f"there is no context {context!r}, over which documents that are cut get together")
-    return found.row_exchange()
 
 
 def _agreed(

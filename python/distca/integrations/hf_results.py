@@ -11,8 +11,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from distca.integrations.hf_models import refuse
-from distca.planner.gathering import cut_document, whole_pieces
 from distca.planner.layout import PADDING, Layout
+from distca.planner.pieces import cut_document, whole_pieces
 
 #: Where a model's forward computes a loss. All but transformers' own function know no shift_labels.
 _LOSSES = re.compile(r"\b(?:loss_function|\w*loss_fct|\w*loss_fn|\w*Loss|cross_entropy)\(")

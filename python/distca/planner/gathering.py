@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distca.planner.layout import PADDING, Layout
+from distca.planner.layout import Layout
+from distca.planner.pieces import Piece, num_rows_of, one_after_another, pieces_of, row_numbers
 
 if TYPE_CHECKING:
     from distca.connect.row_exchange import RowExchange
@@ -89,28 +88,8 @@ def gathering(layout: Layout, rank: int, device: torch.device | str = "cpu") -> 
     return made[key]
 
 
-class _Piece(NamedTuple):
-    """Rows of a document that follow each other on a rank.
-
-    Attributes:
-        document: the document; `PADDING` for padding.
-        begin: the first of them, of all rows that the document sees.
-        length: their number.
-        rank: the rank that has them.
-        row: the number of the first one among its rows.
-        is_own: whether they are the document's own, and not shared.
-    """
-
-    document: int
-    begin: int
-    length: int
-    rank: int
-    row: int
-    is_own: bool = True
-
-
 def _gathering(layout: Layout, rank: int, device: torch.device) -> Gathering | None:
-    documents, padding = _pieces(layout, rank)
+    documents, padding = pieces_of(layout, rank)
     if all(len(pieces) == 1 for pieces in documents):
         return None
     owners = _owners(layout, documents)
@@ -119,8 +98,8 @@ def _gathering(layout: Layout, rank: int, device: torch.device) -> Gathering | N
     num_rows = layout.num_rows(rank)
     here = [*padding, *(pieces for pieces, owner in zip(documents, owners, strict=True) if owner == rank)]
     here.sort(key=lambda pieces: next((p.row for p in pieces if p.rank == rank and p.is_own), num_rows))
-    go: list[list[_Piece]] = [[] for _ in range(layout.num_ranks)]
-    come: list[list[_Piece]] = [[] for _ in range(layout.num_ranks)]
+    go: list[list[Piece]] = [[] for _ in range(layout.num_ranks)]
+    come: list[list[Piece]] = [[] for _ in range(layout.num_ranks)]
     for pieces, owner in zip(documents, owners, strict=True):
         for piece in pieces:
             if piece.rank == rank != owner:
@@ -130,99 +109,36 @@ def _gathering(layout: Layout, rank: int, device: torch.device) -> Gathering | N
     give, back = _own(come), _own(go)
 
     first = {piece: piece.row for pieces in here for piece in pieces if piece.rank == rank}
-    first |= _one_after_another(come, num_rows)  # the number of a piece's first row among those that are here
-    computed = _one_after_another(here, 0)
-    returned = _one_after_another(back, max(sum(_lengths(here)), 1))
+    first |= one_after_another(come, num_rows)  # the number of a piece's first row among those that are here
+    computed = one_after_another(here, 0)
+    returned = one_after_another(back, max(sum(num_rows_of(here)), 1))
     place = torch.zeros(num_rows, dtype=torch.int64, device="cpu")
     for piece, begin in (computed | returned).items():
         if piece.rank == rank and piece.is_own:
             place[piece.row : piece.row + piece.length] = torch.arange(begin, begin + piece.length, device="cpu")
-    take = _numbers((first[piece], piece) for pieces in here for piece in pieces) if here else place.new_zeros(1)
+    take = row_numbers((first[piece], piece) for pieces in here for piece in pieces) if here else place.new_zeros(1)
     return Gathering(
-        lengths=_lengths(here) or [1],
+        lengths=num_rows_of(here) or [1],
         is_moved=any(p.rank != owner for pieces, owner in zip(documents, owners, strict=True) for p in pieces),
-        leave=_numbers((piece.row, piece) for of_rank in go for piece in of_rank).to(device),
-        num_leave=_lengths(go),
-        num_come=_lengths(come),
+        leave=row_numbers((piece.row, piece) for of_rank in go for piece in of_rank).to(device),
+        num_leave=num_rows_of(go),
+        num_come=num_rows_of(come),
         take=take.to(device),
-        give=_numbers((computed[piece], piece) for of_rank in give for piece in of_rank).to(device),
-        num_give=_lengths(give),
-        num_return=_lengths(back),
+        give=row_numbers((computed[piece], piece) for of_rank in give for piece in of_rank).to(device),
+        num_give=num_rows_of(give),
+        num_return=num_rows_of(back),
         place=place.to(device),
     )
 
 
-def _own(of_ranks: list[list[_Piece]]) -> list[list[_Piece]]:
+def _own(of_ranks: list[list[Piece]]) -> list[list[Piece]]:
     return [[piece for piece in of_rank if piece.is_own] for of_rank in of_ranks]
 
 
-def _lengths(pieces: Sequence[Sequence[_Piece]]) -> list[int]:
-    return [sum(piece.length for piece in some) for some in pieces]
-
-
-def _one_after_another(pieces: list[list[_Piece]], begin: int) -> dict[_Piece, int]:
-    """The number of each piece's first row, if they lie one after another from `begin` on."""
-    flat = [piece for some in pieces for piece in some]
-    return dict(zip(flat, itertools.accumulate((p.length for p in flat), initial=begin), strict=False))
-
-
-def _numbers(pieces: Iterable[tuple[int, _Piece]]) -> torch.Tensor:
-    """The numbers of the rows of pieces, each of which is given with that of its first row."""
-    parts = [torch.arange(begin, begin + piece.length, device="cpu") for begin, piece in pieces]
-    return torch.cat([torch.zeros(0, dtype=torch.int64, device="cpu"), *parts])
-
-
-def _pieces(layout: Layout, rank: int) -> tuple[list[list[_Piece]], list[list[_Piece]]]:
-    """The pieces of all that each document sees, in order, and each run of padding on this rank."""
-    own: list[list[_Piece]] = [[] for _ in layout.document_lengths]
-    padding: list[list[_Piece]] = []
-    for on in range(layout.num_ranks):
-        row = 0
-        for document, begin, end in layout.segments(on):
-            piece = _Piece(document, begin, end - begin, on, row)
-            row += piece.length
-            if document != PADDING:
-                own[document].append(piece)
-            elif on == rank:
-                padding.append([piece])
-    own = [_joined(sorted(pieces)) for pieces in own]
-    documents = list(own)
-    for document, shared in layout.branches.items():
-        before: list[_Piece] = []
-        begin = 0
-        for other, first, last in shared:
-            before += _part(own[other], first, last, document, begin)
-            begin += last - first
-        documents[document] = before + own[document]
-    return documents, padding
-
-
-def _joined(pieces: list[_Piece]) -> list[_Piece]:
-    """The same rows; pieces that follow each other on a rank are one."""
-    joined: list[_Piece] = []
-    for piece in pieces:
-        if joined and joined[-1].rank == piece.rank and joined[-1].row + joined[-1].length == piece.row:
-            before = joined.pop()
-            piece = before._replace(length=before.length + piece.length)
-        joined.append(piece)
-    return joined
-
-
-def _part(pieces: list[_Piece], first: int, last: int, document: int, begin: int) -> list[_Piece]:
-    """The rows ``[first, last)`` of another document that `document` sees from its row `begin` on."""
-    parts = []
-    for piece in pieces:
-        low, high = max(first, piece.begin), min(last, piece.begin + piece.length)
-        if low < high:
-            row = piece.row + low - piece.begin
-            parts.append(_Piece(document, begin + low - first, high - low, piece.rank, row, is_own=False))
-    return parts
-
-
-def _owners(layout: Layout, documents: list[list[_Piece]]) -> list[int]:
+def _owners(layout: Layout, documents: list[list[Piece]]) -> list[int]:
     """The rank on which each document is whole."""
     owners = [pieces[0].rank for pieces in documents]
-    lengths, load, apart = _lengths(documents), [0] * layout.num_ranks, []
+    lengths, load, apart = num_rows_of(documents), [0] * layout.num_ranks, []
     for document, pieces in enumerate(documents):
         if all(piece.rank == owners[document] for piece in pieces):
             load[owners[document]] += lengths[document]
@@ -236,25 +152,3 @@ def _owners(layout: Layout, documents: list[list[_Piece]]) -> list[int]:
         owners[document] = owner
         load[owner] += lengths[document]
     return owners
-
-
-def whole_pieces(layout: Layout, rank: int) -> list[tuple[int, int, int]]:
-    """The rank's segments ``(document, begin, end)``. Those that follow each other in a document are one."""
-    pieces: list[tuple[int, int, int]] = []
-    for document, begin, end in layout.segments(rank):
-        if pieces and document != PADDING and pieces[-1][0] == document and pieces[-1][2] == begin:
-            begin = pieces.pop()[1]
-        pieces.append((document, begin, end))
-    return pieces
-
-
-def cut_document(layout: Layout) -> tuple[int, int] | None:
-    """A document whose own rows do not follow each other on a rank, and that rank; None if those of all do. The same on
-    all ranks.
-    """
-    own = layout._own_rows()
-    for rank in range(layout.num_ranks):
-        for document, begin, end in whole_pieces(layout, rank):
-            if document != PADDING and range(begin, end) != own[document]:
-                return document, rank
-    return None
