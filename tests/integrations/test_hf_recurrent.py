@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import io
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import distca
 from distca.integrations import hf
-from distca.integrations.hf_recurrent import is_recurrent, run_by_document
+from distca.integrations.hf_limits import examine
+from distca.integrations.hf_recurrent import is_recurrent, looks_by_functions, run_by_document
 from support.groups import loopback_group, on_all_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of kernels
@@ -155,7 +157,7 @@ def test_keywords_of_a_packed_row_do_not_reach_a_single_document() -> None:
     assert_as_expected(
         _on_all_ranks("linear attention", prepare, seq_idx=None, cu_seq_lens_q=None), _expected("linear attention")
     )
-    assert len(seen) == 6  # documents, and padding, of all ranks
+    assert len(seen) == 3  # once on each rank
     assert not set.union(*seen) & {"seq_idx", "cu_seq_lens_q"}
 
 
@@ -288,15 +290,19 @@ def test_hooks_that_move_all_arguments_of_every_module_change_nothing(which: str
     assert_as_expected(_on_all_ranks(which, prepare), _expected(which))
 
 
+#: A part of a module that runs once for each document.
+INNER = "model.layers.1.self_attn.out_proj"
+
+
 def test_a_unit_of_fsdp_inside_of_a_recurrent_module_is_refused() -> None:
     """It would gather its weights once for each document, and ranks have different numbers of them."""
 
     def prepare(model: torch.nn.Module) -> None:
-        inner = model.model.layers[0].linear_attn.out_proj
+        inner = model.get_submodule(INNER)
         inner.__class__ = type("FSDPLinear", (FSDPModule, torch.nn.Linear), {})  # as fully_shard does
 
-    with pytest.raises(distca.InvalidArgumentError, match=r"layers\.0\.linear_attn\.out_proj is a unit of FSDP inside"):
-        _on_all_ranks("linear attention", prepare)
+    with pytest.raises(distca.InvalidArgumentError, match=r"layers\.1\.self_attn\.out_proj is a unit of FSDP inside"):
+        _on_all_ranks("a sum over time", prepare)
 
 
 def test_a_module_of_zero_3_inside_of_a_recurrent_module_is_refused() -> None:
@@ -305,7 +311,49 @@ def test_a_module_of_zero_3_inside_of_a_recurrent_module_is_refused() -> None:
     def prepare(model: torch.nn.Module, gathered: str) -> None:
         model.get_submodule(gathered).ds_id = 7  # as deepspeed.initialize does
 
-    layer = "model.layers.0"
-    with pytest.raises(distca.InvalidArgumentError, match=r"linear_attn\.out_proj is gathered by DeepSpeed's ZeRO-3"):
-        _on_all_ranks("linear attention", lambda model: prepare(model, f"{layer}.linear_attn.out_proj"))
-    _on_all_ranks("linear attention", lambda model: prepare(model, layer))
+    with pytest.raises(distca.InvalidArgumentError, match=r"self_attn\.out_proj is gathered by DeepSpeed's ZeRO-3"):
+        _on_all_ranks("a sum over time", lambda model: prepare(model, INNER))
+    _on_all_ranks("a sum over time", lambda model: prepare(model, "model.layers.1"))
+
+
+@pytest.mark.parametrize("has_unit", [False, True], ids=["a plain module", "a module with a unit of FSDP"])
+def test_a_module_whose_functions_were_replaced_runs_once_for_each_document(
+    has_unit: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a library that brings kernels of its own after the model was prepared."""
+    entry, options = QWEN
+    model, tokens = tiny.model_of(entry, "distca", options).eval(), _tokens()
+    [module] = examine(model).recurrent.values()
+    if not looks_by_functions(module):
+        pytest.skip("this version of transformers has no such functions")
+    file = importlib.import_module(type(model).__module__)
+    for name in module._distca_functions:
+        monkeypatch.setattr(file, name, getattr(file, name).__wrapped__)
+    if has_unit:
+        module.out_proj.__class__ = type("FSDPLinear", (FSDPModule, torch.nn.Linear), {})
+    plan = distca.plan(distca.Layout.from_documents([[40, 1]]), hf.heads_of(model.config, torch.float32))
+    inputs = {"position_ids": plan.layout.position_ids(0)[None], "plan": plan, "use_cache": False}
+    with loopback_group([plan]) as [context], torch.no_grad():
+        ids = torch.cat([tokens[3], tokens[2]])[None]
+        if has_unit:
+            with pytest.raises(
+                distca.InvalidArgumentError, match=r"out_proj is a unit of FSDP inside of a module that"
+            ):
+                model(ids, **inputs, distca_context=context)
+            return
+        found = model(ids, **inputs, distca_context=context).logits[0]
+        alone = [model(one[None], use_cache=False).logits[0] for one in (tokens[3], tokens[2])]
+    assert not looks_by_functions(module)
+    torch.testing.assert_close(found, torch.cat(alone), rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_without_a_plan_is_compiled_into_one_graph() -> None:
+    """The functions of its file are others from the first model on that is prepared for plans."""
+    entry, options = QWEN
+    examine(tiny.model_of(entry, "distca", options))
+    model, ids = tiny.model_of(entry, "eager", options).eval(), _tokens()[3][None]
+    torch._dynamo.reset()
+    compiled = torch.compile(model.model.layers[0].linear_attn, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        rows = model.model.embed_tokens(ids)
+        torch.testing.assert_close(compiled(rows), model.model.layers[0].linear_attn(rows))

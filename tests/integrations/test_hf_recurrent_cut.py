@@ -218,8 +218,10 @@ def test_a_pipeline_takes_whole_documents(layout: distca.Layout, said: str) -> N
 # ---- ranks that are processes: gloo
 
 
-def _train_in_groups(which: str, wrapper: str) -> Result:
-    """Two groups of two ranks, each with all documents; results are those of both groups together."""
+def _train_in_groups(which: str, wrapper: str, parts: tuple[str, ...]) -> Result:
+    """Two groups of two ranks, each with all documents; results are those of both groups together. With FSDP2 these
+    parts of a layer are units, too.
+    """
     entry, options = MODELS[which]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "context"))
     layout = distca.Layout([[(0, 0, 9), (3, 0, 25), (-1, 0, 2)], [(2, 0, 1), (3, 25, 40), (1, 0, 20)]])
@@ -228,6 +230,9 @@ def _train_in_groups(which: str, wrapper: str) -> Result:
     heads = hf.heads_of(config, torch.float32)
     if wrapper == "fsdp2":
         for layer in model.model.layers:
+            for part in parts:
+                if hasattr(layer, part.split(".")[0]):
+                    fully_shard(layer.get_submodule(part))
             fully_shard(layer)
         fully_shard(model)
     wrapped = DistributedDataParallel(model) if wrapper == "ddp" else model
@@ -248,9 +253,12 @@ def _train_in_groups(which: str, wrapper: str) -> Result:
     return total.item(), whole_ones
 
 
-@pytest.mark.parametrize(("which", "wrapper"), [("linear attention", "ddp"), ("convolutions", "fsdp2")])
-def test_processes_in_two_groups_train_as_one_process_does(which: str, wrapper: str) -> None:
+@pytest.mark.parametrize(
+    ("which", "wrapper", "parts"),
+    [("linear attention", "ddp", ()), ("convolutions", "fsdp2", ("conv.in_proj", "conv.out_proj"))],
+)
+def test_processes_in_two_groups_train_as_one_process_does(which: str, wrapper: str, parts: tuple[str, ...]) -> None:
     expected = _expected(which)
-    for found in processes.launch(_train_in_groups, which, wrapper, ranks=4):
+    for found in processes.launch(_train_in_groups, which, wrapper, parts, ranks=4):
         # The wrappers divide by the four ranks; both groups have all documents.
         assert_as_expected((found[0] / 2, {name: 2 * gradient for name, gradient in found[1].items()}), expected)

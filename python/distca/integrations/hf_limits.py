@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from distca.integrations.hf_models import (
@@ -29,7 +28,13 @@ from distca.integrations.hf_models import (
     refuse,
     takes_plans,
 )
-from distca.integrations.hf_recurrent import is_recurrent, looks_along_rows, run_by_document
+from distca.integrations.hf_recurrent import (
+    is_recurrent,
+    looks_along_rows,
+    looks_by_functions,
+    refuse_units_inside,
+    run_by_document,
+)
 from distca.integrations.hf_results import check_pooling, is_one_of, pools
 from distca.integrations.hf_rope import watch
 from distca.planner.layout import Layout
@@ -183,31 +188,9 @@ def _check_recurrent(
             f"the model's module {name} ({type(module).__name__}) carries a state from row to row, and {what}: in a "
             "pipeline take homes of whole documents, such as distca.Layout.from_documents",
         )
-    inner = (
-        (f"{name}.{path}", part)
-        for name, module in examined.recurrent.items()
-        for path, part in module.named_modules()
-        if part is not module
-    )
-    for path, part in inner if num_ranks > 1 else ():
-        how, instead = _gathered_by(part)
-        refuse(
-            how is not None,
-            f"the model's module {path} is {how} inside of a module that runs once for each document, and ranks have "
-            f"different numbers of documents: their collectives would not match. {instead}",
-        )
-
-
-def _gathered_by(module: torch.nn.Module) -> tuple[str | None, str]:
-    """What gathers the module's weights whenever it runs, None if nothing does; and what to do where it may not."""
-    if isinstance(module, FSDPModule | FullyShardedDataParallel):
-        return "a unit of FSDP", "Shard whole layers"
-    if hasattr(module, "ds_id") and next(module.parameters(recurse=False), None) is not None:  # as DeepSpeed marks it
-        return "gathered by DeepSpeed's ZeRO-3", (
-            "Gather whole layers, by deepspeed.utils.set_z3_leaf_modules(model, [the class of the layers]) before "
-            "deepspeed.initialize, or use ZeRO-2"
-        )
-    return None, ""
+    for name, module in examined.recurrent.items() if num_ranks > 1 else ():
+        if not looks_by_functions(module):
+            refuse_units_inside(name, module)
 
 
 def goes_another_way(model: PreTrainedModel) -> bool:

@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -22,6 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from distca.connect.row_exchange import RowExchange
 from distca.current import current
 from distca.errors import InvalidArgumentError
+from distca.integrations.hf_models import refuse
 from distca.integrations.hf_scans import along_documents, exchange_in, functions_of
 from distca.planner.gathering import Gathering, gathering
 from distca.planner.pieces import whole_pieces
@@ -64,10 +66,15 @@ def run_by_document(module: torch.nn.Module, takes_plans: Callable[[], bool]) ->
     """Lets a recurrent module run on each document of the current plan by itself. Without a plan it runs as always, and
     so it does while its model takes none: the model's attn_implementation may change.
     """
+    module.__dict__["_distca_functions"] = functions_of(module)
     if not hasattr(module, "_distca_by_document"):
         module.__dict__["_distca_by_document"] = True
-        module.__dict__["_distca_functions"] = functions_of(module)
         module.forward = functools.partial(_forward, module, takes_plans, module.forward)  # what others put there stays
+
+
+def looks_by_functions(module: torch.nn.Module) -> bool:
+    """Whether a recurrent module runs once on all rows of its rank, and not once for each document."""
+    return bool(module.__dict__["_distca_functions"])
 
 
 @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
@@ -101,6 +108,7 @@ def _forward(
         if called == functions:
             return result
         module.__dict__["_distca_functions"] = frozenset()  # others have replaced them, on all ranks
+        refuse_units_inside(type(module).__name__, module)
     have_rows = [_has_rows(leaf, num_rows) for leaf in leaves]
     gathered = gathering(layout, rank, rows.device)
     if gathered is None:
@@ -189,6 +197,31 @@ def refuse_recomputation(module: torch.nn.Module) -> None:
             "is not known: use model.gradient_checkpointing_enable(), or checkpoint a function that enters "
             "distca.using(plan) itself"
         )
+
+
+def refuse_units_inside(name: str, module: torch.nn.Module) -> None:
+    """Raises InvalidArgumentError if something inside of a module that runs once for each document gathers its weights
+    whenever it runs: ranks have different numbers of documents.
+    """
+    for path, part in module.named_modules():
+        how, instead = _gathered_by(part) if part is not module else (None, "")
+        refuse(
+            how is not None,
+            f"the model's module {name}.{path} is {how} inside of a module that runs once for each document, and ranks "
+            f"have different numbers of documents: their collectives would not match. {instead}",
+        )
+
+
+def _gathered_by(module: torch.nn.Module) -> tuple[str | None, str]:
+    """What gathers the module's weights whenever it runs, None if nothing does; and what to do where it may not."""
+    if isinstance(module, FSDPModule | FullyShardedDataParallel):
+        return "a unit of FSDP", "Shard whole layers"
+    if hasattr(module, "ds_id") and next(module.parameters(recurse=False), None) is not None:  # as DeepSpeed marks it
+        return "gathered by DeepSpeed's ZeRO-3", (
+            "Gather whole layers, by deepspeed.utils.set_z3_leaf_modules(model, [the class of the layers]) before "
+            "deepspeed.initialize, or use ZeRO-2"
+        )
+    return None, ""
 
 
 @contextmanager

@@ -102,6 +102,9 @@ class _Along:
 
 
 _along: ContextVar[_Along | None] = ContextVar("distca.along", default=None)
+_num_open = (
+    0  # how many `along_documents` there are in all threads: compiled code, which cannot ask for _along, guards on it
+)
 
 
 def exchange_in(context: Context | str) -> RowExchange:
@@ -141,11 +144,14 @@ def functions_of(module: torch.nn.Module) -> frozenset[str]:
 @contextmanager
 def along_documents(plan: Current) -> Iterator[set[str]]:
     """Inside, the functions run along the plan's documents. Yields the names of those that were called so far."""
+    global _num_open
     along = _Along(plan)
     before = _along.set(along)
+    _num_open += 1
     try:
         yield along.called
     finally:
+        _num_open -= 1
         _along.reset(before)
 
 
@@ -154,15 +160,17 @@ def _along_documents(name: str, original: Callable[..., Any]) -> Callable[..., A
 
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
-        along = _along.get()
-        return original(*args, **kwargs) if along is None else _run(name, original, along, args, kwargs)
+        return _run(name, original, args, kwargs) if _num_open else original(*args, **kwargs)
 
     run.__dict__["_distca_along"] = True
     return run
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _run(name: str, original: Callable[..., Any], along: _Along, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    along = _along.get()
+    if along is None:
+        return original(*args, **kwargs)
     if name in _FUSED:
         return None
     along.called.add(name)
