@@ -16,7 +16,7 @@ from distca.current import Current
 from distca.integrations.hf_limits import examine
 from distca.integrations.hf_recurrent import looks_by_functions
 from distca.integrations.hf_scans import MODULES, along_documents, functions_of
-from support.branches import Tree, own_rows, rows_of
+from support.branches import Tree, rows_of, rows_on
 from support.groups import loopback_group, on_all_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of kernels
@@ -138,7 +138,7 @@ def _assert_as_alone(scan: _Scan, ranks: int) -> None:
     plan = distca.plan(layout, distca.Heads(1, 1, 8))
 
     def work(rank: int, context: distca.Context) -> tuple[torch.Tensor, dict[str, torch.Tensor], Any]:
-        at = torch.tensor([numbers.get(row, -1) for row in own_rows(layout, rank)])
+        at = torch.tensor([numbers.get(row, -1) for row in rows_on(layout, rank)])
         mine = {name: value[at.clamp(min=0)].clone().requires_grad_() for name, value in scan.rows.items()}
         heads = {name: value.clone().requires_grad_() for name, value in scan.of_heads.items()}
         with along_documents(Current(plan.for_rank(rank), context)) as called:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import distca
 from distca.connect.row_exchange import Meeting, ThreadRows
 from distca.planner.gathering import gathering
-from support.branches import own_rows, random_tree, rows_of
+from support.branches import random_tree, rows_of, rows_on
 from support.groups import on_threads
 
 
@@ -21,7 +21,7 @@ def test_each_document_is_whole_on_one_rank_and_itsown_rows_come_back(seed: int,
 
     def work(rank: int, exchange: ThreadRows) -> tuple[list[list[tuple[int, int]]], torch.Tensor]:
         gathered = gathering(layout, rank)
-        rows = torch.tensor(own_rows(layout, rank), dtype=torch.int32).reshape(-1, 2)
+        rows = torch.tensor(rows_on(layout, rank), dtype=torch.int32).reshape(-1, 2)
         if gathered is None:
             assert not tree.branches
             return [], rows
@@ -36,7 +36,7 @@ def test_each_document_is_whole_on_one_rank_and_itsown_rows_come_back(seed: int,
     for rank, (of_documents, back) in enumerate(results):
         if not of_documents:
             continue
-        own = own_rows(layout, rank)
+        own = rows_on(layout, rank)
         assert back[:, :2].tolist() == [list(row) for row in own]
         # A row comes back from its own document, which ends with that document's last row, and not from a branch.
         ends = [(document, tree.lengths[document] - 1) for document, _ in own if document >= 0]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import distca
 from distca.connect.row_exchange import ThreadRows
 from distca.planner.halos import halos
-from support.branches import own_rows, random_tree, rows_of
+from support.branches import random_tree, rows_of, rows_on
 from support.groups import on_threads
 
 
@@ -24,7 +24,7 @@ def test_each_row_has_those_before_it_in_its_document_in_front_of_it(
 
     def work(rank: int, exchange: ThreadRows) -> None:
         around = halos(layout, rank, width)
-        own = own_rows(layout, rank)
+        own = rows_on(layout, rank)
         rows = torch.tensor([(document + 1, row + 1) for document, row in own], dtype=torch.int32).reshape(-1, 2)
         padded = around.pad(rows, exchange).tolist()
         assert len(around.own) == len(own)
@@ -66,7 +66,7 @@ def test_a_convolution_of_padded_pieces_is_that_of_whole_documents(bias: bool) -
     sum((of * weight).sum() for of, weight in zip(expected, weights, strict=True)).backward()
 
     def work(rank: int, exchange: ThreadRows) -> None:
-        own = own_rows(layout, rank)
+        own = rows_on(layout, rank)
         rows = torch.stack([documents[d][r] if d >= 0 else torch.ones(3, dtype=torch.float64) for d, r in own])
         rows.requires_grad_()
         around = halos(layout, rank, 3)

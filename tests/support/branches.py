@@ -186,6 +186,6 @@ def rows_of(tree: Tree, document: int) -> list[tuple[int, int]]:
     return [(of, row) for of, rows in tree.path(document) for row in rows]
 
 
-def own_rows(layout: distca.Layout, rank: int) -> list[tuple[int, int]]:
+def rows_on(layout: distca.Layout, rank: int) -> list[tuple[int, int]]:
     """The rank's rows, as (document, row)."""
     return [(document, row) for document, begin, end in layout.segments(rank) for row in range(begin, end)]
