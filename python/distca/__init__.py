@@ -17,7 +17,7 @@ from distca.connect.launch import RankError, launch
 from distca.connect.loopback import loopback
 from distca.context import Context, check
 from distca.current import using
-from distca.documents import GatheredDocuments, gather_documents
+from distca.documents import GatheredDocuments, PaddedPieces, exchange_halos, gather_documents
 from distca.errors import (
     CapacityError,
     ContextPoisonedError,
@@ -45,6 +45,7 @@ from distca.planner.scores import Scores
 from distca.planner.stats import ArenaBytes, PlanStats, Task, Transfer
 from distca.recording import Recording
 from distca.registry import get_context
+from distca.scans import scan_documents
 from distca.serving import serve, serve_ping_pong
 from distca.steps import Step, attend, collect, dispatch
 from distca.trace.trace import Link, Trace, read_trace, write_trace
@@ -78,6 +79,7 @@ __all__ = [
     "Link",
     "MemoryReport",
     "OperatingSystemError",
+    "PaddedPieces",
     "PeerDiedError",
     "PeerLeftError",
     "PeerTimeoutError",
@@ -102,6 +104,7 @@ __all__ = [
     "attention",
     "core_attention",
     "check",
+    "exchange_halos",
     "gather_documents",
     "get_context",
     "halves",
@@ -114,6 +117,7 @@ __all__ = [
     "plans",
     "read_trace",
     "save_core_attention",
+    "scan_documents",
     "serve",
     "serve_ping_pong",
     "simulate",

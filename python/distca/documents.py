@@ -1,4 +1,4 @@
-"""`gather_documents`: whole documents on one rank each, for layers that carry something from row to row."""
+"""Rows of documents for layers that look along rows other than by attention: whole documents, and halos."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import itertools
 
 import torch
 
+from distca.arguments import is_whole
 from distca.connect.row_exchange import RowExchange
 from distca.context import Context
 from distca.errors import InvalidArgumentError, refusals_told
 from distca.planner.gathering import Gathering, gathering
+from distca.planner.halos import halos
+from distca.planner.layout import Layout
 from distca.planner.pieces import whole_pieces
 from distca.planner.plan import Plan, Plans
 from distca.registry import find_context
@@ -52,12 +55,7 @@ class GatheredDocuments:
             InvalidArgumentError: there are not as many results as rows.
             PeerDiedError, PeerTimeoutError: a rank has ended, or does not come.
         """
-        if not isinstance(results, torch.Tensor):
-            raise InvalidArgumentError(f"scatter: results are a {type(results).__name__}; a torch.Tensor is expected")
-        if results.shape[:1] != self.rows.shape[:1]:
-            raise InvalidArgumentError(
-                f"scatter: results have shape {list(results.shape)}; {len(self.rows)} rows are expected"
-            )
+        _check_results("scatter", results, self.rows)
         return results if self._gathered is None else self._gathered.scatter(results, self._exchange)
 
 
@@ -93,28 +91,124 @@ def gather_documents(
     """
     found = find_context(context)
     with refusals_told(found):
-        if not isinstance(rows, torch.Tensor):
-            raise InvalidArgumentError(
-                f"gather_documents: rows are a {type(rows).__name__}; a torch.Tensor is expected"
-            )
-        if not isinstance(plan, Plan | Plans):
-            raise InvalidArgumentError(
-                f"gather_documents: plan is a {type(plan).__name__}; a distca.Plan or distca.Plans is expected"
-            )
-        layout, rank = plan.layout, plan.rank
-        if rows.shape[:1] != (layout.num_rows(rank),):
-            raise InvalidArgumentError(
-                f"gather_documents: rows have shape {list(rows.shape)}, and the plan has {layout.num_rows(rank)} rows "
-                f"on rank {rank}; [rows, ...] is expected"
-            )
+        layout, rank = checked("gather_documents: rows", rows, plan)
         gathered = gathering(layout, rank, rows.device)
         if gathered is None:
             return GatheredDocuments(rows, [end - begin for _, begin, end in whole_pieces(layout, rank)], None, None)
-        if gathered.is_moved and (found is None or (found.rank, found.num_ranks) != (rank, layout.num_ranks)):
-            where = "there is no such context" if found is None else f"it is rank {found.rank} of {found.num_ranks}"
-            raise InvalidArgumentError(
-                f"gather_documents: the plan is rank {rank}'s of {layout.num_ranks}, and of the context {context!r} "
-                f"{where}"
-            )
-    exchange = found.row_exchange() if found is not None and gathered.is_moved else None
+        exchange = exchange_of("gather_documents", found, context, layout, rank, gathered.is_moved)
     return GatheredDocuments(gathered.gather(rows, exchange), gathered.lengths, gathered, exchange)
+
+
+class PaddedPieces:
+    """Pieces of documents, each behind the rows in front of it. `exchange_halos` makes it.
+
+    Attributes:
+        rows: ``[R, ...]``, one piece after another, each behind `width` rows.
+    """
+
+    def __init__(self, rows: torch.Tensor, own: torch.Tensor) -> None:
+        self.rows = rows
+        self._own = own
+
+    def crop(self, results: torch.Tensor) -> torch.Tensor:
+        """The results ``[T, ...]`` of this rank's own rows.
+
+        Args:
+            results: ``[R, ...]``, a row for each of `rows`.
+
+        Raises:
+            InvalidArgumentError: there are not as many results as rows.
+        """
+        _check_results("crop", results, self.rows)
+        return results.index_select(0, self._own)
+
+
+def exchange_halos(
+    rows: torch.Tensor, plan: Plan | Plans, width: int, *, context: str | Context = "default"
+) -> PaddedPieces:
+    """Puts in front of each piece of a document the `width` rows before it, whichever rank has them. All ranks call it.
+
+    It is for short causal convolutions, and other layers that look back at few rows::
+
+        pieces = distca.exchange_halos(x, plan, conv.kernel_size[0] - 1)
+        y = pieces.crop(causal_conv(pieces.rows))  # one call for all documents
+
+    Where a document begins the rows are zeros. In front of a document that begins with rows of others
+    (``Layout(branches=)``) are the last of these. Only the rows of halos travel, over the same private group as those
+    of `gather_documents`.
+
+    Args:
+        rows: ``[T, ...]``: this rank's rows, as its slice of the plan has them, padding included. Of any dtype.
+        plan: the plan of the step, or one of several with the same layout.
+        width: how many rows before a row are looked at.
+        context: the context of the ranks, or its name.
+
+    Returns:
+        The pieces of this rank. Their rows are differentiable.
+
+    Raises:
+        InvalidArgumentError: an argument is wrong.
+        PeerDiedError, PeerTimeoutError: a rank has ended, or does not come within the context's timeout.
+    """
+    found = find_context(context)
+    with refusals_told(found):
+        layout, rank = checked("exchange_halos: rows", rows, plan)
+        if not is_whole(width, 0, 2**31 - 1):
+            raise InvalidArgumentError(f"exchange_halos: width is {width!r}; an int of at least 0 is expected")
+        around = halos(layout, rank, width, rows.device)
+        exchange = exchange_of("exchange_halos", found, context, layout, rank, around.is_moved)
+    return PaddedPieces(around.pad(rows, exchange), around.own)
+
+
+def checked(what: str, rows: torch.Tensor, plan: Plan | Plans) -> tuple[Layout, int]:
+    """The plan's layout and rank, for rows that are as many as it has there.
+
+    Args:
+        what: the function and the argument, for errors.
+        rows: ``[T, ...]``.
+        plan: the plan.
+
+    Raises:
+        InvalidArgumentError: the arguments are of other types, or do not fit to each other.
+    """
+    function = what.partition(":")[0]
+    if not isinstance(rows, torch.Tensor):
+        raise InvalidArgumentError(f"{what} are a {type(rows).__name__}; a torch.Tensor is expected")
+    if not isinstance(plan, Plan | Plans):
+        raise InvalidArgumentError(
+            f"{function}: plan is a {type(plan).__name__}; a distca.Plan or distca.Plans is expected"
+        )
+    layout, rank = plan.layout, plan.rank
+    if rows.shape[:1] != (layout.num_rows(rank),):
+        raise InvalidArgumentError(
+            f"{what} have shape {list(rows.shape)}, and the plan has {layout.num_rows(rank)} rows on rank {rank}; "
+            "[rows, ...] is expected"
+        )
+    return layout, rank
+
+
+def exchange_of(
+    function: str, found: Context | None, context: str | Context, layout: Layout, rank: int, is_moved: bool
+) -> RowExchange | None:
+    """The exchange of rows between the plan's ranks; None where no rows move.
+
+    Raises:
+        InvalidArgumentError: rows move, and the context is not that of the plan's ranks.
+    """
+    if not is_moved:
+        return None
+    if found is None or (found.rank, found.num_ranks) != (rank, layout.num_ranks):
+        where = "there is no such context" if found is None else f"it is rank {found.rank} of {found.num_ranks}"
+        raise InvalidArgumentError(
+            f"{function}: the plan is rank {rank}'s of {layout.num_ranks}, and of the context {context!r} {where}"
+        )
+    return found.row_exchange()
+
+
+def _check_results(function: str, results: torch.Tensor, rows: torch.Tensor) -> None:
+    if not isinstance(results, torch.Tensor):
+        raise InvalidArgumentError(f"{function}: results are a {type(results).__name__}; a torch.Tensor is expected")
+    if results.shape[:1] != rows.shape[:1]:
+        raise InvalidArgumentError(
+            f"{function}: results have shape {list(results.shape)}; {len(rows)} rows are expected"
+        )

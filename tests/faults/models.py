@@ -6,6 +6,10 @@ RECURRENT = "tests/integrations/test_hf_recurrent.py"
 CUT = "tests/integrations/test_hf_recurrent_cut.py"
 GATHERINGS = "tests/plan/test_gathering.py"
 GATHERING = "python/distca/planner/gathering.py"
+SCANS = "python/distca/scans.py"
+OF_SCANS = "tests/integrations/test_hf_scans.py"
+HALOS = "tests/plan/test_halos.py"
+SPLITS = "tests/plan/test_head_split.py"
 FAMILIES = "tests/integrations/test_families.py"
 CHUNKS = "tests/plan/test_chunks.py"
 HEADS = "tests/plan/test_layer_heads.py"
@@ -89,6 +93,69 @@ FAULTS = [
         "exchange.move(told, each, each).all(dim=0).tolist()",
         "mine",
         (CUT,),
+    ),
+    Fault(
+        "rows in front of a piece are those of another rank's piece",
+        "python/distca/planner/halos.py",
+        "row_numbers((came.get(part, part.row), part) for part in before)",
+        "row_numbers((part.row, part) for part in before)",
+        (HALOS, CUT),
+    ),
+    Fault(
+        "a convolution looks at the rows of the document before",
+        "python/distca/planner/halos.py",
+        '    zeros = torch.tensor([num_rows + sum(num_rows_of(come))], device="cpu")',
+        '    zeros = torch.tensor([num_rows + sum(num_rows_of(come)) - 1], device="cpu")',
+        (HALOS, RECURRENT),
+    ),
+    Fault(
+        "rows of shared prompts go to other ranks once for each document",
+        "python/distca/planner/head_split.py",
+        "for p in pieces if p.rank == rank).unique()",
+        "for p in pieces if p.rank == rank).sort().values",
+        (SPLITS,),
+    ),
+    Fault(
+        "the first rank computes all heads of cut documents",
+        "python/distca/planner/head_split.py",
+        "return range(num_heads * rank // num_ranks, num_heads * (rank + 1) // num_ranks)",
+        "return range(num_heads if rank else 0, num_heads)",
+        (SPLITS,),
+    ),
+    Fault(
+        "heads of a rank that share others unevenly take them in turn",
+        SCANS,
+        "    if value.shape[1] == 1 or (heads.start % serves == 0 and heads.stop % serves == 0):\n",
+        "    if True:\n",
+        (OF_SCANS,),
+    ),
+    Fault(
+        "parameters of heads are those of the first heads on every rank",
+        SCANS,
+        "kept = {name: value[mine.start : mine.stop]",
+        "kept = {name: value[: len(mine)]",
+        (OF_SCANS, CUT),
+    ),
+    Fault(
+        "a rank without heads leaves the exchange of gradients out",
+        SCANS,
+        "computed = nothing.to(like.dtype)",
+        "computed = nothing.detach().to(like.dtype)",
+        (OF_SCANS,),
+    ),
+    Fault(
+        "functions that others have replaced run over the borders of documents",
+        "python/distca/integrations/hf_recurrent.py",
+        "        if called == functions:\n",
+        "        if True:\n",
+        (RECURRENT,),
+    ),
+    Fault(
+        "what several ranks send is put together in a wrong order",
+        "python/distca/connect/row_exchange.py",
+        "        return [list(moved[begin : begin + each]) for begin in range(0, len(moved), each)]",
+        "        return [list(moved[begin : begin + each]) for begin in reversed(range(0, len(moved), each))]",
+        (OF_SCANS, CUT),
     ),
     Fault(
         "chunks are counted from the first row of a segment",

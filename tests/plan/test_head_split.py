@@ -31,7 +31,7 @@ def test_rows_of_each_document_are_together_and_results_find_back(seed: int, ran
     # What comes to any rank: the rows that leave each, by rank.
     came = [(rank, number) for rank, split in enumerate(splits) for number in split.leave.tolist()]
     assert len(set(came)) == len(came)
-    cut = [[came[at] for at in part.tolist()] for part in splits[0].take.split(splits[0].cut_lengths)]
+    cut = [[came[at] for at in part.tolist()] for part in splits[0].take.split(splits[0].cut.lengths)]
     assert cut == [path for path, of in zip(paths, is_cut, strict=True) if of]
     results = [(document, place) for document, path in enumerate(paths) if is_cut[document] for place in path]
     given = [part.tolist() for part in splits[0].give.split(splits[0].num_give)]
@@ -40,12 +40,12 @@ def test_rows_of_each_document_are_together_and_results_find_back(seed: int, ran
         assert split.num_come == [len(of.leave) for of in splits]
         assert [part.tolist() for part in split.give.split(split.num_give)] == given
         num_rows = layout.num_rows(rank)
-        here = range(num_rows) if split.whole is None else split.whole.tolist()
-        assert len(here) == sum(split.lengths)
+        here = range(num_rows) if split.whole_rows is None else split.whole_rows.tolist()
+        assert len(here) == sum(split.whole.lengths)
         # Each row's result is that of its own document, of whole documents first.
         whole = [None] * len(here)
         begin = 0
-        for length in split.lengths:
+        for length in split.whole.lengths:
             rows = [(rank, number) for number in here[begin : begin + length]]
             document = paths.index(rows) if rows in paths else distca.PADDING
             whole[begin : begin + length] = [(document, place) for place in rows]
@@ -60,8 +60,9 @@ def test_rows_of_each_document_are_together_and_results_find_back(seed: int, ran
 def test_rows_as_they_lie_are_not_copied() -> None:
     layout = distca.Layout([[(0, 0, 9), (-1, 0, 2), (1, 0, 3)], [(2, 3, 5), (2, 0, 3)]])
     first, second = head_split(layout, 0), head_split(layout, 1)
-    assert first.whole is None and first.lengths == [9, 2, 3] and not first.is_moved
-    assert second.whole.tolist() == [2, 3, 4, 0, 1] and not second.is_moved
+    assert first.whole_rows is None and first.whole.lengths == [9, 2, 3] and not first.is_moved
+    assert first.whole.cu_seqlens.tolist() == [0, 9, 11, 14]
+    assert second.whole_rows.tolist() == [2, 3, 4, 0, 1] and not second.is_moved
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 7, 8, 16])

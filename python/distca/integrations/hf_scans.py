@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -25,8 +25,9 @@ from distca.context import Context
 from distca.current import Current
 from distca.errors import InvalidArgumentError
 from distca.planner.halos import halos
-from distca.planner.head_split import HeadSplit, head_split, heads_of_rank
+from distca.planner.head_split import Documents, head_split
 from distca.registry import find_context
+from distca.scans import scan_split
 
 #: The modules, which nothing but such functions makes look along rows.
 MODULES = frozenset(
@@ -195,92 +196,33 @@ def _convolve(call: Callable[[dict[str, Any]], Any], named: dict[str, Any], alon
     return convolved[0].T.index_select(0, around.own).T[None]
 
 
-def _scan(scan: _Scan, call: Callable[[dict[str, Any]], Any], named: dict[str, Any], along: _Along) -> Any:
-    layout, rank = along.plan.rows
-    given = {name: named[name] for name in (*scan.rows, *scan.without_heads) if named.get(name) is not None}
-    rows = {name: value[0].movedim(-1, 0) if scan.is_rows_last else value[0] for name, value in given.items()}
-    of_heads = {name: named[name] for name in scan.of_heads if named.get(name) is not None}
-    main = rows[scan.rows[0]]
-    split = head_split(layout, rank, main.device)
+def _scan(arguments: _Scan, call: Callable[[dict[str, Any]], Any], named: dict[str, Any], along: _Along) -> Any:
+    def by_rows(value: torch.Tensor) -> torch.Tensor:  # of [1, rows, ...] or [1, ..., rows]
+        return value[0].movedim(-1, 0) if arguments.is_rows_last else value[0]
+
+    def as_given(value: torch.Tensor) -> torch.Tensor:
+        return (value.movedim(0, -1) if arguments.is_rows_last else value)[None]
+
+    rows = {name: by_rows(named[name]) for name in arguments.rows if named.get(name) is not None}
+    rows |= {name: by_rows(named[name])[:, None] for name in arguments.without_heads}  # as one head for all
+    of_heads = {name: named[name] for name in arguments.of_heads if named.get(name) is not None}
     rest: list[Any] = []
 
-    def run(rows: dict[str, torch.Tensor], of_heads: dict[str, torch.Tensor], lengths: list[int]) -> list[torch.Tensor]:
-        """The results of documents, whose rows lie one after another."""
-        results, begin = [], 0
-        for length in lengths:
-            part = {name: value[begin : begin + length] for name, value in rows.items()}
-            if scan.is_rows_last:
-                part = {name: value.movedim(0, -1) for name, value in part.items()}
-            result = call({name: value[None] for name, value in part.items()} | of_heads)
+    def scan(rows: Mapping[str, torch.Tensor], of_heads: Mapping[str, torch.Tensor], of: Documents) -> torch.Tensor:
+        results = []
+        parts = zip(*(value.split(of.lengths) for value in rows.values()), strict=True)
+        for part in parts:
+            given = {
+                name: as_given(value[:, 0] if name in arguments.without_heads else value)
+                for name, value in zip(rows, part, strict=True)
+            }
+            result = call(given | dict(of_heads))
             if isinstance(result, tuple):  # with a state, which nobody asked for
                 result, *rest[:] = result
-            results.append(result[0].movedim(-1, 0) if scan.is_rows_last else result[0])
-            begin += length
-        return results
+            results.append(by_rows(result))
+        return torch.cat(results)
 
-    of_whole = rows
-    if split.whole is not None:
-        of_whole = {name: value.index_select(0, split.whole) for name, value in rows.items()}
-    results = run(of_whole, of_heads, split.lengths)
-    if split.is_moved:
-        results += _of_cut_documents(scan, run, rows, of_heads, split, rank, along, results)
-    result = torch.cat(results)
-    if split.whole is not None or split.is_moved:
-        result = result.index_select(0, split.place)
-    result = result.movedim(0, -1)[None] if scan.is_rows_last else result[None]
+    layout, rank = along.plan.rows
+    split = head_split(layout, rank, rows[arguments.rows[0]].device)
+    result = as_given(scan_split(scan, rows, of_heads, split, rank, along.exchange(split.is_moved)))
     return (result, *rest) if rest else result
-
-
-def _of_cut_documents(
-    scan: _Scan,
-    run: Callable[..., list[torch.Tensor]],
-    rows: dict[str, torch.Tensor],
-    of_heads: dict[str, torch.Tensor],
-    split: HeadSplit,
-    rank: int,
-    along: _Along,
-    results: Sequence[torch.Tensor],
-) -> list[torch.Tensor]:
-    """The results of this rank's rows of cut documents, each rank having computed some heads of all of them."""
-    exchange = along.exchange(True)
-    assert exchange is not None
-    main = scan.rows[0]
-    num_heads, num_ranks = rows[main].shape[1], len(split.num_come)
-    ranges = [heads_of_rank(num_heads, to, num_ranks) for to in range(num_ranks)]
-
-    def shared(name: str, heads: range) -> slice:
-        """Which heads of an argument these heads need."""
-        if name in scan.without_heads:
-            return slice(None)
-        serves = num_heads // rows[name].shape[1]
-        return slice(heads.start // serves, -(-heads.stop // serves) if heads else heads.start // serves)
-
-    leave = {name: value.index_select(0, split.leave) for name, value in rows.items()}
-    parts = [[value[:, shared(name, heads)] for name, value in leave.items()] for heads in ranges]
-    mine = ranges[rank]
-    shapes = [[(come, *part.shape[1:]) for part in parts[rank]] for come in split.num_come]
-    came = exchange.move_parts(parts, shapes)
-    here = {name: torch.cat(of_ranks).index_select(0, split.take) for name, *of_ranks in zip(leave, *came, strict=True)}
-    if mine:
-        for name in scan.rows:
-            if name in here:
-                here[name] = _as_served(here[name], mine, num_heads // rows[name].shape[1])
-        kept = {name: value[mine.start : mine.stop] for name, value in of_heads.items()}
-        computed = torch.cat(run(here, kept, split.cut_lengths))
-    else:
-        with torch.no_grad():  # what the dtype of results is
-            like = results[0] if results else run({n: v[:1] for n, v in rows.items()}, of_heads, [1])[0]
-        computed = here[main].to(like.dtype)  # no heads; in its graph, because all ranks exchange gradients
-    back = computed.index_select(0, split.give).split(split.num_give)
-    of_row = computed.shape[2:]
-    own = split.num_give[rank]
-    returned = exchange.move_parts([[part] for part in back], [[(own, len(heads), *of_row)] for heads in ranges])
-    return [torch.cat([part for (part,) in returned], dim=1)]
-
-
-def _as_served(value: torch.Tensor, heads: range, serves: int) -> torch.Tensor:
-    """Heads of an argument, each of which serves several of `heads`, such that all serve as many."""
-    if value.shape[1] == 1 or (heads.start % serves == 0 and heads.stop % serves == 0):
-        return value
-    first = heads.start // serves
-    return value.index_select(1, torch.tensor([head // serves - first for head in heads], device=value.device))

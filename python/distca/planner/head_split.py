@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from distca.planner.layout import Layout
 from distca.planner.pieces import Piece, num_rows_of, one_after_another, pieces_of, row_numbers
+
+
+class Documents(NamedTuple):
+    """Documents that lie one after another.
+
+    Attributes:
+        lengths: the rows of each.
+        cu_seqlens: int32 ``[N + 1]``: where each begins, and the end of the last one.
+    """
+
+    lengths: list[int]
+    cu_seqlens: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -19,27 +32,26 @@ class HeadSplit:
     A document is cut if what it sees lies on several ranks. Others are computed where they are, with all heads.
 
     Attributes:
-        whole: the numbers of the rows of documents that are not cut, one document after another; None if these are the
-            rank's rows as they lie.
-        lengths: the rows of each of them, and of each run of padding.
+        whole: this rank's documents that are not cut. Each run of padding is one.
+        whole_rows: the numbers of their rows, one document after another; None if they are all rows, as they lie.
         is_moved: whether there are documents that are cut.
         leave: the numbers of this rank's rows that cut documents see.
         num_come: how many such rows each rank has.
         take: the numbers, among those that come, of the rows of cut documents, one document after another.
-        cut_lengths: the rows of each of them.
+        cut: the documents that are cut.
         give: the numbers of the rows, among those of cut documents, that go back, by rank.
         num_give: how many go back to each rank.
         place: for each row of this rank its number among those of whole documents and, after them, those that came
             back, which are in the same order from all ranks.
     """
 
-    whole: torch.Tensor | None
-    lengths: list[int]
+    whole: Documents
+    whole_rows: torch.Tensor | None
     is_moved: bool
     leave: torch.Tensor
     num_come: list[int]
     take: torch.Tensor
-    cut_lengths: list[int]
+    cut: Documents
     give: torch.Tensor
     num_give: list[int]
     place: torch.Tensor
@@ -102,17 +114,22 @@ def _make(layout: Layout, rank: int, device: torch.device) -> HeadSplit:
             place[piece.row : piece.row + piece.length] = torch.arange(begin, begin + piece.length, device="cpu")
     is_as_it_lies = torch.equal(rows_of_whole, torch.arange(num_rows, device="cpu"))
     return HeadSplit(
-        whole=None if is_as_it_lies else rows_of_whole.to(device),
-        lengths=num_rows_of(whole),
+        whole=_documents(whole, device),
+        whole_rows=None if is_as_it_lies else rows_of_whole.to(device),
         is_moved=bool(cut),
         leave=seen[rank].to(device),
         num_come=num_come,
         take=torch.cat([rows_of_whole[:0], *take]).to(device),
-        cut_lengths=num_rows_of(cut),
+        cut=_documents(cut, device),
         give=row_numbers((computed[piece], piece) for of_rank in give for piece in of_rank).to(device),
         num_give=num_rows_of(give),
         place=place.to(device),
     )
+
+
+def _documents(documents: list[list[Piece]], device: torch.device) -> Documents:
+    lengths = num_rows_of(documents)
+    return Documents(lengths, torch.tensor([*itertools.accumulate(lengths, initial=0)], dtype=torch.int32).to(device))
 
 
 def _rows_seen(documents: list[list[Piece]], rank: int) -> torch.Tensor:
