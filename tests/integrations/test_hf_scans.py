@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +13,13 @@ import pytest
 import torch
 from families import tiny
 from families.cases import CASES, REFUSED
+from transformers.integrations import hub_kernels
 
 import distca
 from distca.current import Current
 from distca.integrations.hf_limits import examine
 from distca.integrations.hf_recurrent import looks_by_functions
-from distca.integrations.hf_scans import MODULES, along_documents, functions_of
+from distca.integrations.hf_scans import MODULES, along_documents, along_function, functions_of
 from support.branches import Tree, rows_of, rows_on
 from support.groups import loopback_group, on_all_ranks
 
@@ -37,6 +41,8 @@ HEADS = {
     "one for all": (5, 1),
     "fewer than ranks": (2, 1),
 }
+
+QWEN = ("qwen3_next", "torch_chunk_gated_delta_rule")
 
 
 def _layout(ranks: int) -> distca.Layout:
@@ -181,6 +187,61 @@ def test_heads_that_share_others_are_computed_as_alone(entry: str, name: str, he
 )
 def test_heads_that_share_none_are_computed_as_alone(entry: str, name: str, ranks: int) -> None:
     _assert_as_alone(_Scan(entry, name, HEADS["as many"]), ranks)
+
+
+@pytest.mark.parametrize("keyword", ["cu_seqlens", "seq_idx", None])
+def test_a_kernel_that_keeps_packed_documents_apart_is_called_once(
+    keyword: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel as of flash-linear-attention or mamba-ssm, which sums the values of each document; None has neither."""
+    decorate = getattr(hub_kernels, "use_kernel_func_from_hub_with_fallback", None)
+    if decorate is None:
+        pytest.skip("this version of transformers has no such functions")
+    calls: list[Any] = []
+
+    def sums(x: torch.Tensor, ends: list[int]) -> torch.Tensor:
+        calls.append(x.shape[1])
+        return torch.cat([x[:, begin:end].cumsum(1) for begin, end in zip([0, *ends], ends, strict=False)], dim=1)
+
+    def by_cu_seqlens(q: Any, k: Any, v: torch.Tensor, cu_seqlens: Any = None) -> Any:
+        return sums(v, [v.shape[1]] if cu_seqlens is None else cu_seqlens[1:].tolist()), None
+
+    def by_seq_idx(x: torch.Tensor, dt: Any, A: Any, B: Any, C: Any, chunk_size: int, seq_idx: Any = None) -> Any:
+        numbers = torch.zeros(1, x.shape[1], dtype=torch.int32) if seq_idx is None else seq_idx
+        assert numbers.shape == (1, x.shape[1]) and numbers.dtype == torch.int32
+        return sums(x, [*numbers[0].bincount().cumsum(0).tolist()])
+
+    def by_none(q: Any, k: Any, v: torch.Tensor) -> Any:
+        return sums(v, [v.shape[1]]), None
+
+    kernel = {"cu_seqlens": by_cu_seqlens, "seq_idx": by_seq_idx, None: by_none}[keyword]
+    entry, name = ("bamba", "mamba2_chunk_scan") if keyword == "seq_idx" else QWEN
+    original = _found_in(entry, name).__wrapped__.__wrapped__  # transformers' own code
+    package = types.ModuleType("distca_tests_kernels")
+    package.kernel = kernel
+    monkeypatch.setitem(sys.modules, "distca_tests_kernels", package)
+    wrapped = decorate("kernel", "distca_tests_kernels")(original)
+    if "is_new_implementation" not in inspect.getclosurevars(wrapped).nonlocals:
+        pytest.skip("this version of transformers does not say which kernels it has")
+    layout = distca.Layout([[(0, 0, 5), (1, 0, 3), (2, 0, 4)], [(2, 4, 6), (3, 0, 1), (3, 1, 2)]])
+    plan = distca.plan(layout, distca.Heads(1, 1, 8))
+    run = along_function(name, wrapped)
+
+    def work(rank: int, context: distca.Context) -> torch.Tensor:
+        x = torch.ones(1, layout.num_rows(rank), 2, 3)
+        with along_documents(Current(plan.for_rank(rank), context)):
+            if keyword == "seq_idx":
+                return run(x, x[..., 0], torch.ones(2), x, x, chunk_size=4)[0, :, :, 0]
+            return run(x, x, x, g=x[..., 0], beta=x[..., 0])[0][0, :, :, 0]
+
+    with loopback_group(plan, timeout=20.0) as contexts:
+        for rank, found in enumerate(on_all_ranks(contexts, work)):
+            expected = [
+                float(position + 1) for _, begin, end in layout.segments(rank) for position in range(begin, end)
+            ]
+            assert found.tolist() == [[value] * 2 for value in expected]
+    # Whole documents of both ranks, and the cut one on both.
+    assert sorted(calls) == ([2, 3, 5, 6, 6] if keyword is None else [2, 6, 6, 8])
 
 
 def test_outside_of_documents_a_function_runs_as_always() -> None:

@@ -63,20 +63,23 @@ class _Scan:
         without_heads: those with rows alone.
         of_heads: those with a value, or some, for each head.
         is_rows_last: whether they are ``[1, heads, rows]`` and not ``[1, rows, heads, ...]``.
+        packed_by: the keyword that tells a kernel where each document of a packed row begins (``cu_seqlens``), or which
+            one each row belongs to (``seq_idx``), if there is such a kernel.
     """
 
     rows: tuple[str, ...]
     without_heads: tuple[str, ...] = ()
     of_heads: tuple[str, ...] = ()
     is_rows_last: bool = False
+    packed_by: str | None = None
 
 
 _CONVOLUTION = "causal_conv1d_fn"
-_DELTA_RULE = _Scan(("value", "query", "key", "g", "beta"))
+_DELTA_RULE = _Scan(("value", "query", "key", "g", "beta"), packed_by="cu_seqlens")
 _SCANS = {
     "torch_chunk_gated_delta_rule": _DELTA_RULE,
     "chunk_kimi_delta_attention": _DELTA_RULE,
-    "mamba2_chunk_scan": _Scan(("hidden_states", "dt", "B", "C"), of_heads=("A", "D", "dt_bias")),
+    "mamba2_chunk_scan": _Scan(("hidden_states", "dt", "B", "C"), of_heads=("A", "D", "dt_bias"), packed_by="seq_idx"),
     "mamba_selective_scan": _Scan(
         ("hidden_states", "dt", "z"), ("B", "C"), ("A", "D", "delta_bias"), is_rows_last=True
     ),
@@ -138,7 +141,7 @@ def functions_of(module: torch.nn.Module) -> frozenset[str]:
         return frozenset()
     for name in names | used & {*_FUSED}:
         if not hasattr(found[name], "_distca_along"):
-            found[name] = _along_documents(name, found[name])
+            found[name] = along_function(name, found[name])
     return frozenset(names)
 
 
@@ -156,7 +159,7 @@ def along_documents(plan: Current) -> Iterator[set[str]]:
         _along.reset(before)
 
 
-def _along_documents(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def along_function(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """The function, which inside of `along_documents` runs along documents, and elsewhere as always."""
 
     @functools.wraps(original)
@@ -180,11 +183,22 @@ def _run(name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs:
 
     def call(changed: dict[str, Any]) -> Any:
         """The function's result for these arguments, given by place where the module gives them so."""
-        by_place = [changed.get(name, value) for name, value in zip(parameters, args, strict=False)]
-        return original(*by_place, **{name: changed.get(name, value) for name, value in kwargs.items()})
+        given = named | changed
+        by_place = [given.pop(name) for name in parameters[: len(args)]]
+        return original(*by_place, **given)
 
-    along_all = _convolve if name == _CONVOLUTION else functools.partial(_scan, _SCANS[name])
-    return along_all(call, named, along)
+    if name == _CONVOLUTION:
+        return _convolve(call, named, along)
+    arguments = _SCANS[name]
+    return _scan(arguments, call, named, along, arguments.packed_by if _packs(original, arguments.packed_by) else None)
+
+
+def _packs(original: Callable[..., Any], keyword: str | None) -> bool:
+    """Whether the function is a kernel that keeps the documents of a packed row apart, as transformers knows of it. Its
+    own code does not.
+    """
+    known = inspect.getclosurevars(original).nonlocals if isinstance(original, types.FunctionType) else {}
+    return known.get("is_new_implementation") is True and keyword in known.get("applicable_params", ())
 
 
 def _convolve(call: Callable[[dict[str, Any]], Any], named: dict[str, Any], along: _Along) -> torch.Tensor:
@@ -196,7 +210,13 @@ def _convolve(call: Callable[[dict[str, Any]], Any], named: dict[str, Any], alon
     return convolved[0].T.index_select(0, around.own).T[None]
 
 
-def _scan(arguments: _Scan, call: Callable[[dict[str, Any]], Any], named: dict[str, Any], along: _Along) -> Any:
+def _scan(
+    arguments: _Scan,
+    call: Callable[[dict[str, Any]], Any],
+    named: dict[str, Any],
+    along: _Along,
+    packed_by: str | None,
+) -> Any:
     def by_rows(value: torch.Tensor) -> torch.Tensor:  # of [1, rows, ...] or [1, ..., rows]
         return value[0].movedim(-1, 0) if arguments.is_rows_last else value[0]
 
@@ -208,21 +228,28 @@ def _scan(arguments: _Scan, call: Callable[[dict[str, Any]], Any], named: dict[s
     of_heads = {name: named[name] for name in arguments.of_heads if named.get(name) is not None}
     rest: list[Any] = []
 
+    def run(rows: dict[str, torch.Tensor], others: dict[str, Any]) -> torch.Tensor:
+        """The results of rows of one document, unless the others tell documents apart."""
+        given = {name: value[:, 0] if name in arguments.without_heads else value for name, value in rows.items()}
+        result = call({name: as_given(value) for name, value in given.items()} | others)
+        if isinstance(result, tuple):  # with a state, which nobody asked for
+            result, *rest[:] = result
+        return by_rows(result)
+
     def scan(rows: Mapping[str, torch.Tensor], of_heads: Mapping[str, torch.Tensor], of: Documents) -> torch.Tensor:
-        results = []
+        if packed_by is not None and len(of.lengths) > 1:
+            told = of.cu_seqlens if packed_by == "cu_seqlens" else _numbers(of.cu_seqlens, sum(of.lengths))[None]
+            return run(dict(rows), {**of_heads, packed_by: told})
         parts = zip(*(value.split(of.lengths) for value in rows.values()), strict=True)
-        for part in parts:
-            given = {
-                name: as_given(value[:, 0] if name in arguments.without_heads else value)
-                for name, value in zip(rows, part, strict=True)
-            }
-            result = call(given | dict(of_heads))
-            if isinstance(result, tuple):  # with a state, which nobody asked for
-                result, *rest[:] = result
-            results.append(by_rows(result))
-        return torch.cat(results)
+        return torch.cat([run(dict(zip(rows, part, strict=True)), dict(of_heads)) for part in parts])
 
     layout, rank = along.plan.rows
     split = head_split(layout, rank, rows[arguments.rows[0]].device)
     result = as_given(scan_split(scan, rows, of_heads, split, rank, along.exchange(split.is_moved)))
     return (result, *rest) if rest else result
+
+
+def _numbers(cu_seqlens: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """The number of each row's document: int32 ``[R]``."""
+    rows = torch.arange(num_rows, dtype=torch.int32, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens[1:], rows, right=True, out_int32=True)
