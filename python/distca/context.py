@@ -7,7 +7,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -73,7 +73,7 @@ class Context(Registered):
         nsys: bool = False,
         emulation: ModuleType | None = None,
         timeout: float | None = None,
-        rows: RowExchange | None = None,
+        rows: Callable[[Sequence[int]], RowExchange] | None = None,
     ) -> None:
         self._core: _C.Context | None = core
         self._exchange, self._watch = exchange, watch
@@ -95,7 +95,8 @@ class Context(Registered):
         self.nsys = nsys
         self.timeout = timeout
         self._lengths_exchange: LengthsExchange | None = None
-        self._row_exchange = rows
+        self._rows = rows
+        self._row_exchanges: dict[tuple[int, ...], RowExchange] = {}
         self._finder: MaxLogits | None = None  # what `max_logits` has made, while it is in use
         self._is_recording = False
         self._short_heap_is_noted = threading.Lock()  # never released; plans may be made in several threads
@@ -157,15 +158,24 @@ class Context(Registered):
             self._lengths_exchange = LengthsExchange(group, self.timeout)
         return self._lengths_exchange
 
-    def row_exchange(self) -> RowExchange:
-        """What hands rows of any tensor from rank to rank, for integrations. The first call makes it, on all ranks.
+    def row_exchange(self, ranks: Sequence[int] | None = None) -> RowExchange:
+        """What hands rows of any tensor from rank to rank, for integrations. The first call makes it, on those ranks.
+
+        Args:
+            ranks: the ranks of the context that take part, this one among them; by default all.
 
         Raises:
             PeerDiedError, PeerTimeoutError: a rank has ended, or does not come.
         """
-        if self._row_exchange is None:
-            self._row_exchange = GroupRows(self.global_ranks, torch.device(self.device).type, self.timeout)
-        return self._row_exchange
+        members = tuple(range(self.num_ranks) if ranks is None else ranks)
+        if members not in self._row_exchanges:
+            if self._rows is not None:
+                made = self._rows(members)
+            else:
+                of_processes = [self.global_ranks[rank] for rank in members]
+                made = GroupRows(of_processes, torch.device(self.device).type, self.timeout)
+            self._row_exchanges[members] = made
+        return self._row_exchanges[members]
 
     def check(self) -> None:
         """Raises the fault that this rank has met, if any, and waits for nothing.
@@ -276,8 +286,8 @@ class Context(Registered):
                 self._exchange.close()
             if self._lengths_exchange is not None:
                 self._lengths_exchange.close()
-            if self._row_exchange is not None:
-                self._row_exchange.close()
+            for exchange in self._row_exchanges.values():
+                exchange.close()
             _log.info("context %r: closed after %d steps", self.name, self._last_step)
 
     def __enter__(self) -> Context:

@@ -26,6 +26,11 @@ class Current(NamedTuple):
         return self.plan.rows() if isinstance(self.plan, PlanSource) else (self.plan.layout, self.plan.rank)
 
     @property
+    def ranks(self) -> list[int] | None:
+        """The ranks in the context that have these rows; None for all."""
+        return self.plan.ranks() if isinstance(self.plan, PlanSource) else None
+
+    @property
     def longest_document(self) -> int:
         """Rows of the batch's longest document, on whatever rank."""
         return self.plan.longest_document() if isinstance(self.plan, PlanSource) else self.plan.layout.longest_document

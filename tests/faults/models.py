@@ -46,10 +46,10 @@ FAULTS = [
         (RECURRENT,),
     ),
     Fault(
-        "recurrent layers in a pipeline take documents that are cut between ranks",
-        "python/distca/integrations/hf_limits.py",
-        "            cut is not None or shared is not None,\n",
-        "            shared is not None,\n",
+        "ranks of all stages exchange the rows of one",
+        "python/distca/integrations/hf_scans.py",
+        "return found.row_exchange(plan.ranks)",
+        "return found.row_exchange()",
         (CUT,),
     ),
     Fault(

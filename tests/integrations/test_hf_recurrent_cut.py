@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import distca
+from distca import pipeline
+from distca.apps.train.stages import Chunk
 from distca.integrations import hf
 from distca.integrations.hf_recurrent import run_by_document
 from support import ranks as processes
@@ -199,22 +201,6 @@ def test_a_rank_that_leaves_out_a_model_is_an_error_on_the_others() -> None:
         assert isinstance(error, distca.PeerTimeoutError) and "could not exchange rows" in str(error), error
 
 
-@pytest.mark.parametrize(
-    ("layout", "said"),
-    [
-        (distca.Layout([[(0, 0, 5)], [(0, 5, 9)]]), "document 0 is cut on rank 0"),
-        (distca.Layout([[(0, 0, 5), (1, 5, 7)], [(2, 0, 2)]], branches={1: 0}), "document 1 shares rows"),
-    ],
-)
-def test_a_pipeline_takes_whole_documents(layout: distca.Layout, said: str) -> None:
-    entry, options = MODELS["linear attention"]
-    model = tiny.model_of(entry, "distca", options)
-    hf.check_model(model, 2, layout)
-    hf.check_model(model, 2, distca.Layout.from_documents([[5, 2], [2]]), in_pipeline=True)
-    with pytest.raises(distca.InvalidArgumentError, match=f"linear_attn .* from row to row, and {said}: in a pipeline"):
-        hf.check_model(model, 2, layout, in_pipeline=True)
-
-
 # ---- ranks that are processes: gloo
 
 
@@ -262,3 +248,58 @@ def test_processes_in_two_groups_train_as_one_process_does(which: str, wrapper: 
     for found in processes.launch(_train_in_groups, which, wrapper, parts, ranks=4):
         # The wrappers divide by the four ranks; both groups have all documents.
         assert_as_expected((found[0] / 2, {name: 2 * gradient for name, gradient in found[1].items()}), expected)
+
+
+#: For each micro-batch the documents of two ranks, of which one is cut, or shares rows of the other rank.
+MICRO_BATCHES = (
+    (TREE, [[(0, 0, 9), (3, 0, 25), (-1, 0, 2)], [(2, 0, 1), (3, 25, 40), (1, 0, 20)]]),
+    (PROMPTS, [[(0, 0, 5), (1, 9, 15), (4, 0, 7)], [(2, 9, 25), (0, 5, 9), (3, 11, 12)]]),
+)
+PIPELINED = {
+    "state spaces": ("granitemoehybrid", {"layer_types": ["mamba", "attention"] * 2}),
+    "a sum over time": ("minimax", {"layer_types": ["linear_attention", "full_attention"] * 2}),
+}
+
+
+def _train_in_stages(which: str, checkpoints: bool) -> Result:
+    """Two stages of two layers each, on two ranks; the gradients of this rank's stage."""
+    entry, options = PIPELINED[which]
+    whole = tiny.model_of(entry, "distca", {**options, "num_hidden_layers": 4}).train()
+    if checkpoints:
+        whole.gradient_checkpointing_enable()
+    heads = hf.heads_of(whole.config, torch.float32)
+    stage_group = dist.get_rank() // 2
+    layouts = [distca.Layout(segments, branches=tree.branches) for tree, segments in MICRO_BATCHES]
+    pipeline_group = [dist.new_group([rank, rank + 2]) for rank in range(2)][dist.get_rank() % 2]
+    with distca.init(max_tokens=64, heads=heads, pipeline_parallel=pipeline_group, timeout=60.0) as context:
+        plans = pipeline.PipelinePlans(layouts, heads, stages=context.stages, context=context)
+        scale = whole.model.layers[1].self_attn.scaling
+        ticks = pipeline.Ticks(plans, context=context, recompute="layer" if checkpoints else None, scale=scale)
+        chunk = Chunk(whole, range(2 * stage_group, 2 * stage_group + 2), last=stage_group == 1)
+
+        def stage(work: pipeline.Work, rows: torch.Tensor | None) -> torch.Tensor:
+            inputs, targets = _inputs(MICRO_BATCHES[work.microbatch][0], layouts[work.microbatch], plans.index)
+            ids = inputs.pop("input_ids")
+            embedded = whole.model.embed_tokens(ids) if rows is None else rows[None]
+            shared = {"plan": ticks.plan, "distca_context": context, "use_cache": False}
+            hidden = chunk(inputs_embeds=embedded, **inputs, **shared).last_hidden_state[0]
+            return hidden if stage_group == 0 else loss_of(whole.lm_head(hidden), targets)
+
+        losses = ticks.run(stage, like=torch.empty(0, whole.config.hidden_size))
+        dist.barrier()
+    return float(sum(losses)), gradients(whole)
+
+
+@pytest.mark.parametrize(("which", "checkpoints"), [("state spaces", True), ("a sum over time", False)])
+def test_stages_of_a_pipeline_take_documents_that_are_cut_or_share_rows(which: str, checkpoints: bool) -> None:
+    entry, options = PIPELINED[which]
+    model, loss = tiny.model_of(entry, "eager", {**options, "num_hidden_layers": 4}).train(), 0.0
+    for tree, _ in MICRO_BATCHES:
+        for own, tokens, targets in zip(tree.own, _rows_of(tree, 3), _rows_of(tree, 4), strict=True):
+            of_document = loss_of(model(tokens[None], use_cache=False).logits[0, own.start :], targets[own.start :])
+            of_document.backward()
+            loss += of_document.item()
+    expected = gradients(model)
+    found = processes.launch(_train_in_stages, which, checkpoints, ranks=4)
+    summed = {name: sum(of.get(name, torch.zeros(())) for _, of in found) for name in expected}
+    assert_as_expected((sum(of for of, _ in found), summed), (loss, expected))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from distca import _C
 from distca.connect.options import attention_problem, chosen_attention, core_options, device_name, slot_bytes_of
-from distca.connect.row_exchange import Meeting, ThreadRows
+from distca.connect.row_exchange import Meetings, RowExchange, ThreadRows
 from distca.context import Context
 from distca.errors import InvalidArgumentError
 from distca.heads import LayerHeads
@@ -80,6 +81,9 @@ def make_group(
         **options,
         **core_options(slot_bytes_of(max_tokens, heads, heap_bytes), timeout, cost),
     )
-    meeting = Meeting(num_ranks)
-    rows = [ThreadRows(meeting, rank, timeout) for rank in range(num_ranks)]
-    return [Context(core, heads, cost, emulation=emulation, rows=rows[core.rank]) for core in cores]
+    meetings = Meetings()
+
+    def rows(rank: int) -> Callable[[Sequence[int]], RowExchange]:
+        return lambda ranks: ThreadRows(meetings.of(ranks), list(ranks).index(rank), timeout)
+
+    return [Context(core, heads, cost, emulation=emulation, rows=rows(core.rank)) for core in cores]

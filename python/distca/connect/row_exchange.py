@@ -15,7 +15,7 @@ from distca.planner.private_group import PrivateGroup, is_late
 
 
 class RowExchange(ABC):
-    """All ranks of a context give each other rows. All of them make the same calls in the same order."""
+    """Ranks of a context give each other rows. All of them make the same calls in the same order."""
 
     @abstractmethod
     def bytes_of_all(self, sent: torch.Tensor, counts: Sequence[int], received: Sequence[int]) -> torch.Tensor:
@@ -144,7 +144,7 @@ class ThreadRows(RowExchange):
 
     Args:
         meeting: what all ranks share.
-        rank: this rank.
+        rank: this rank's number among them.
         timeout: seconds to wait for the other ranks.
     """
 
@@ -172,6 +172,19 @@ class Meeting:
     def __init__(self, num_ranks: int) -> None:
         self.barrier = threading.Barrier(num_ranks)
         self.sent: list[list[torch.Tensor]] = [[]] * num_ranks
+
+
+class Meetings:
+    """Where some of a process's ranks meet: always the same ones in the same place."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._made: dict[tuple[int, ...], Meeting] = {}
+
+    def of(self, ranks: Sequence[int]) -> Meeting:
+        """Where these ranks meet."""
+        with self._lock:
+            return self._made.setdefault(tuple(ranks), Meeting(len(ranks)))
 
 
 def _unreachable(error: RuntimeError) -> DistcaError:

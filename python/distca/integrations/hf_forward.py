@@ -164,7 +164,7 @@ def _check(
     names, takes_keywords = parameters_of(type(model).forward)
     inner = parameters_of(type(model.get_decoder()).forward)[0] if takes_keywords else []
     arguments = dict(zip(names, args, strict=False)) | dict(kwargs)
-    check_model(model, layout.num_ranks, layout, in_pipeline=isinstance(here.plan, PlanSource))
+    check_model(model, layout.num_ranks, layout)
     _check_axes(model, arguments)
     _check_positions(model, layout, rank, arguments, "position_ids" in (*names, *inner))
     _check_checkpoints(model)

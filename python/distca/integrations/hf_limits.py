@@ -38,7 +38,6 @@ from distca.integrations.hf_recurrent import (
 from distca.integrations.hf_results import check_pooling, is_one_of, pools
 from distca.integrations.hf_rope import watch
 from distca.planner.layout import Layout
-from distca.planner.pieces import cut_document
 
 #: By model type, why a model cannot take a plan in training.
 _REFUSED_IN_TRAINING = {
@@ -108,12 +107,10 @@ def _counts_from_padding(module: torch.nn.Module) -> bool:
     return hasattr(module, "position_embeddings") and any(hasattr(module, name) for name in makers)
 
 
-def check_model(
-    model: PreTrainedModel, num_ranks: int, layout: Layout | None = None, *, in_pipeline: bool = False
-) -> None:
+def check_model(model: PreTrainedModel, num_ranks: int, layout: Layout | None = None) -> None:
     """Raises InvalidArgumentError if a plan cannot express something in the model. The message names it.
 
-    Without a layout, what depends on it is not checked. `in_pipeline` says that ranks of other stages share the steps.
+    Without a layout, what depends on it is not checked.
     """
     config = model.config.get_text_config()
     kind = config.model_type
@@ -125,7 +122,7 @@ def check_model(
     )
     check_has_attention(kinds_of(config))
     examined = examine(model)
-    _check_recurrent(config, examined, num_ranks, layout, in_pipeline)
+    _check_recurrent(config, examined, num_ranks)
     along = examined.along_rows
     refuse(
         along is not None,
@@ -166,9 +163,7 @@ def _calls_forward(forward: Callable[..., Any]) -> bool:
     return "self.model.forward(" in inspect.getsource(forward)
 
 
-def _check_recurrent(
-    config: PreTrainedConfig, examined: Examined, num_ranks: int, layout: Layout | None, in_pipeline: bool
-) -> None:
+def _check_recurrent(config: PreTrainedConfig, examined: Examined, num_ranks: int) -> None:
     """Raises InvalidArgumentError if recurrent layers cannot run on each document by itself."""
     num_layers = sum(kind in _RECURRENT for kind in kinds_of(config))
     refuse(
@@ -176,18 +171,6 @@ def _check_recurrent(
         f"the model has {num_layers} layers that carry a state from row to row (layer_types), and only "
         f"{len(examined.recurrent)} modules that are known to: the others would go on over the borders of documents",
     )
-    if not examined.recurrent:
-        return
-    name, module = next(iter(examined.recurrent.items()))
-    if in_pipeline and layout is not None:
-        cut = cut_document(layout)
-        shared = next(iter(layout.branches), None)
-        what = f"document {shared} shares rows" if cut is None else f"document {cut[0]} is cut on rank {cut[1]}"
-        refuse(
-            cut is not None or shared is not None,
-            f"the model's module {name} ({type(module).__name__}) carries a state from row to row, and {what}: in a "
-            "pipeline take homes of whole documents, such as distca.Layout.from_documents",
-        )
     for name, module in examined.recurrent.items() if num_ranks > 1 else ():
         if not looks_by_functions(module):
             refuse_units_inside(name, module)

@@ -24,7 +24,7 @@ from distca.connect.row_exchange import RowExchange
 from distca.current import current
 from distca.errors import InvalidArgumentError
 from distca.integrations.hf_models import refuse
-from distca.integrations.hf_scans import along_documents, exchange_in, functions_of
+from distca.integrations.hf_scans import along_documents, exchange_of_rows, functions_of
 from distca.planner.gathering import Gathering, gathering
 from distca.planner.pieces import whole_pieces
 
@@ -116,7 +116,7 @@ def _forward(
         outputs = _run_on_each(forward, leaves, have_rows, spec, lengths)
         return tree_map(functools.partial(_joined, lengths), *outputs)
 
-    exchange = exchange_in(here.context) if gathered.is_moved else None
+    exchange = exchange_of_rows(here) if gathered.is_moved else None
     if exchange is not None:
         have_rows = _agreed(module, "arguments", leaves, have_rows, gathered, exchange)
     leaves = [

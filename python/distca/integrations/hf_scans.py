@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from distca.connect.row_exchange import RowExchange
-from distca.context import Context
 from distca.current import Current
 from distca.errors import InvalidArgumentError
 from distca.planner.halos import halos
@@ -102,7 +101,7 @@ class _Along:
 
     def exchange(self, is_moved: bool) -> RowExchange | None:
         """Between the ranks of the plan's context; None where no rows move."""
-        return exchange_in(self.plan.context) if is_moved else None
+        return exchange_of_rows(self.plan) if is_moved else None
 
 
 _along: ContextVar[_Along | None] = ContextVar("distca.along", default=None)
@@ -111,16 +110,18 @@ _num_open = (
 )
 
 
-def exchange_in(context: Context | str) -> RowExchange:
-    """The exchange of rows of a context.
+def exchange_of_rows(plan: Current) -> RowExchange:
+    """The exchange between the ranks that have the plan's rows: all, or those of this rank's stage in a pipeline.
 
     Raises:
         InvalidArgumentError: there is no such context.
     """
-    found = find_context(context)
+    found = find_context(plan.context)
     if found is None:
-        raise InvalidArgumentError(f"there is no context {context!r}, over which documents that are cut get together")
-    return found.row_exchange()
+        raise InvalidArgumentError(
+            f"there is no context {plan.context!r}, over which documents that are cut get together"
+        )
+    return found.row_exchange(plan.ranks)
 
 
 def functions_of(module: torch.nn.Module) -> frozenset[str]:

@@ -63,6 +63,11 @@ class TickPlan(PlanSource):
             return plans.layouts[tick.work.microbatch], plans.index
         return plans.halves[tick.work.microbatch][self._half].layout, plans.index
 
+    def ranks(self) -> list[int]:
+        """The ranks of this rank's stage."""
+        plans = self._ticks.plans
+        return plans.stages[plans.stage]
+
     def longest_document(self) -> int:
         """Rows of the longest document of the current micro-batch."""
         work = self._ticks.current.work

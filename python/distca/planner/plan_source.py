@@ -68,6 +68,10 @@ class PlanSource(ABC):
         """
 
     @abstractmethod
+    def ranks(self) -> list[int]:
+        """The ranks in the context that have these rows, in the order of the layout."""
+
+    @abstractmethod
     def longest_document(self) -> int:
         """Rows of the longest document of the batch that the model has now, on whatever rank."""
 
