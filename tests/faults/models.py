@@ -83,8 +83,8 @@ FAULTS = [
     Fault(
         "gradients of rows that moved do not go back",
         "python/distca/connect/row_exchange.py",
-        "return ctx.exchange.move(gradient, ctx.received, ctx.counts), None, None, None",
-        "return ctx.exchange.move(torch.zeros_like(gradient), ctx.received, ctx.counts), None, None, None",
+        "return None, None, *_Moved.apply(ctx.exchange, ctx.shapes, *gradients)",
+        "return None, None, *_Moved.apply(ctx.exchange, ctx.shapes, *map(torch.zeros_like, gradients))",
         (CUT,),
     ),
     Fault(
@@ -153,8 +153,8 @@ FAULTS = [
     Fault(
         "what several ranks send is put together in a wrong order",
         "python/distca/connect/row_exchange.py",
-        "        return [list(moved[begin : begin + each]) for begin in range(0, len(moved), each)]",
-        "        return [list(moved[begin : begin + each]) for begin in reversed(range(0, len(moved), each))]",
+        "        return _by_rank(moved, len(parts))",
+        "        return _by_rank(moved, len(parts))[::-1]",
         (OF_SCANS, CUT),
     ),
     Fault(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from abc import ABC, abstractmethod
@@ -39,8 +40,10 @@ class RowExchange(ABC):
 
     def move(self, rows: torch.Tensor, counts: Sequence[int], received: Sequence[int]) -> torch.Tensor:
         """As `bytes_of_all`, for rows ``[sum(counts), ...]`` of any dtype. Gradients go back the same way."""
-        moved: torch.Tensor = _Moved.apply(rows, self, counts, received)  # type: ignore[no-untyped-call]
-        return moved
+        come = self.move_parts(
+            [[part] for part in rows.split(list(counts))], [[(count, *rows.shape[1:])] for count in received]
+        )
+        return torch.cat([part for (part,) in come])
 
     def move_parts(
         self, parts: Sequence[Sequence[torch.Tensor]], shapes: Sequence[Sequence[Sequence[int]]]
@@ -48,69 +51,51 @@ class RowExchange(ABC):
         """Hands several tensors to each rank at once. Gradients go back the same way.
 
         Args:
-            parts: those for each rank, of any shapes and the same number and dtypes on all ranks.
+            parts: those for each rank, of any shapes, and of the same number and dtypes for all ranks.
             shapes: the shapes of those that come from each rank.
 
         Returns:
             Those that come from each rank.
         """
-        flat = [part for of_rank in parts for part in of_rank]
-        if not flat:
-            return [[] for _ in parts]
-        moved = _MovedParts.apply(self, shapes, *flat)  # type: ignore[no-untyped-call]
-        each = len(parts[0])
-        return [list(moved[begin : begin + each]) for begin in range(0, len(moved), each)]
+        flat = itertools.chain(*parts)
+        moved: tuple[torch.Tensor, ...] = _Moved.apply(self, shapes, *flat)  # type: ignore[no-untyped-call]
+        return _by_rank(moved, len(parts))
 
 
 class _Moved(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, exchange: RowExchange, counts: Sequence[int], received: Sequence[int]
-    ) -> torch.Tensor:
-        ctx.exchange, ctx.counts, ctx.received = exchange, counts, received
-        of_row = rows.shape[1:]
-        sent = rows.reshape(rows.shape[0], math.prod(of_row)).contiguous().view(torch.uint8)
-        return exchange.bytes_of_all(sent, counts, received).view(rows.dtype).reshape(-1, *of_row)
+    """Tensors for each rank, one rank after another, become those from each rank."""
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return ctx.exchange.move(gradient, ctx.received, ctx.counts), None, None, None
-
-
-class _MovedParts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, exchange: RowExchange, shapes: Sequence[Sequence[Sequence[int]]], *flat: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        each = len(flat) // len(shapes)
-        ctx.exchange, ctx.shapes = (
-            exchange,
-            [[part.shape for part in flat[at : at + each]] for at in _steps(flat, each)],
+        parts = _by_rank(flat, len(shapes))
+        ctx.exchange, ctx.shapes = exchange, [[part.shape for part in of_rank] for of_rank in parts]
+        sent = [[part.reshape(-1).contiguous().view(torch.uint8) for part in of_rank] for of_rank in parts]
+        sizes = [
+            [math.prod(shape) * like.element_size() for shape, like in zip(of_rank, parts[0], strict=True)]
+            for of_rank in shapes
+        ]
+        received = exchange.bytes_of_all(
+            torch.cat([*itertools.chain(*sent)])[:, None],
+            [sum(map(len, of_rank)) for of_rank in sent],
+            [sum(of_rank) for of_rank in sizes],
         )
-        pieces = [part.reshape(-1).contiguous().view(torch.uint8) for part in flat]
-        counts = [sum(map(len, pieces[at : at + each])) for at in _steps(flat, each)]
-        sizes = [part.element_size() for part in flat[:each]]
-        come = [[math.prod(s) * size for s, size in zip(of_rank, sizes, strict=True)] for of_rank in shapes]
-        received = exchange.bytes_of_all(torch.cat(pieces)[:, None], counts, list(map(sum, come)))
-        parts = []
-        for piece, shape, like in zip(
-            received[:, 0].split([size for of_rank in come for size in of_rank]),
-            (shape for of_rank in shapes for shape in of_rank),
-            flat[:each] * len(shapes),
-            strict=True,
-        ):
-            part = like.new_empty(shape)
-            part.view(-1).view(torch.uint8).copy_(piece)  # a piece may begin where its dtype may not
-            parts.append(part)
-        return tuple(parts)
+        made = []
+        pieces = received[:, 0].split([*itertools.chain(*sizes)])
+        for piece, shape, like in zip(pieces, itertools.chain(*shapes), itertools.cycle(parts[0]), strict=False):
+            made.append(like.new_empty(shape))
+            made[-1].view(-1).view(torch.uint8).copy_(piece)  # a piece may begin where its dtype may not
+        return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        return None, None, *_MovedParts.apply(ctx.exchange, ctx.shapes, *gradients)  # type: ignore[no-untyped-call]
+        return None, None, *_Moved.apply(ctx.exchange, ctx.shapes, *gradients)  # type: ignore[no-untyped-call]
 
 
-def _steps(flat: Sequence[torch.Tensor], each: int) -> range:
-    return range(0, len(flat), each)
+def _by_rank(flat: Sequence[torch.Tensor], num_ranks: int) -> list[list[torch.Tensor]]:
+    each = len(flat) // num_ranks
+    return [list(flat[each * rank : each * (rank + 1)]) for rank in range(num_ranks)]
 
 
 class GroupRows(RowExchange):
