@@ -38,8 +38,8 @@ NOT_OF_A_RUN = {
 }
 """Cases that `distca train` refuses on any number of ranks."""
 
-RECURRENT = [name for name, case in CASES.items() if expected_kind(name) == "exact" and case.recurrent]
-"""Models with recurrent layers."""
+#: Models with recurrent layers that stages share.
+RECURRENT = {"minimax", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
 
 SHARED_BOTH_WAYS = {
     "llama",
@@ -55,11 +55,7 @@ SHARED_BOTH_WAYS = {
 """Models that pipeline and tensor parallelism must take together."""
 
 EXACT = thinned(
-    (
-        name
-        for name, case in CASES.items()
-        if expected_kind(name) == "exact" and not case.recurrent and not case.sees_both_sides
-    ),
+    (name for name, case in CASES.items() if expected_kind(name) == "exact" and not case.sees_both_sides),
     always=SHARED_BOTH_WAYS.__contains__,
 )
 
@@ -68,6 +64,12 @@ def _write_model(name: str, folder: Path) -> None:
     case = CASES[name]
     config = tiny.config_of(case.entry, case.options)
     config.vocab_size = VOCABULARY
+    if case.recurrent:  # twice the layers, so that stages have attention
+        lists = {key: value for key, value in vars(config).items() if isinstance(value, list)}
+        for key, value in lists.items():
+            if len(value) == config.num_hidden_layers and all(isinstance(kind, str) for kind in value):
+                setattr(config, key, value * 2)
+        config.num_hidden_layers *= 2
     if hasattr(config, "vocab_size_per_layer_input"):
         config.vocab_size_per_layer_input = VOCABULARY
     config.initializer_range = 0.25  # with transformers' 0.02 a wrong position changes a loss by 1e-6 only
@@ -90,17 +92,6 @@ def _splits_of(config: TrainConfig) -> list[TrainConfig]:
             if len(split) == 2:
                 break  # the other two are parts of it
     return found
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", RECURRENT)
-def test_a_model_with_recurrent_layers_is_shared_by_no_stages_and_no_tensor_ranks_which_an_error_says(
-    name: str, tmp_path: Path
-) -> None:
-    write_texts(tmp_path)
-    _write_model(name, tmp_path / "model")
-    config = TrainConfig(data=tmp_path / "data", model=str(tmp_path / "model"), tokens_per_rank=TOKENS)
-    assert not _splits_of(config)
 
 
 @without_pictures()
@@ -131,6 +122,7 @@ def test_a_model_that_processes_share_takes_the_steps_of_one_rank_or_is_refused(
         return
     splits = _splits_of(config)
     assert name not in SHARED_BOTH_WAYS or tiny.OLD or (splits[0].pipeline, splits[0].tensor) == (2, 2)
+    assert name not in RECURRENT or tiny.OLD or (splits[0].pipeline, splits[0].tensor) == (2, 1)
     if not splits:
         return
     with one_rank():
@@ -139,4 +131,4 @@ def test_a_model_that_processes_share_takes_the_steps_of_one_rank_or_is_refused(
         launch(_train, split, tmp_path / str(number), ranks=4)
         worst = worst_difference(tmp_path / str(number), tmp_path / "alone")
         print(f"{name}, --pipeline {split.pipeline} --tensor {split.tensor}: {worst:.1e}")
-        assert worst < 5e-6
+        assert worst < (2e-5 if CASES[name].recurrent else 5e-6)  # recurrences carry rounding on

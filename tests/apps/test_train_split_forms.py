@@ -19,7 +19,7 @@ TENSOR: dict[str, Any] = {"tensor": 2}
 SHARDS: dict[str, Any] = {"fsdp": True}
 RECOMPUTED: dict[str, Any] = {"checkpoint_activations": True}
 UNEVEN = {"eval_fraction": 0.2, "eval_every": 2, "eval_steps": 2}
-FAMILIES = [model for model in MODELS if not model.startswith("llama")]
+FAMILIES = [model for model in MODELS if model not in ("llama", "llama with five layers", "lfm2")]
 
 EXACT = {
     "three stages, dealt by cost": Way(3, {"pipeline": 3}, "llama with five layers"),
@@ -35,6 +35,8 @@ EXACT = {
     "five micro-batches, compared": Way(4, {**STAGES, "compare": True}, options={"accumulate": 5}),
     # Each form with a model of every kind: windows in all layers or in some, experts, and tied weights.
     **{f"{model}, chunks of tensor ranks": Way(4, {**BOTH, "chunks": 2}, model) for model in FAMILIES},
+    "a hybrid in ping-pong": Way(4, {**STAGES, "ping_pong": True}, "lfm2"),
+    "a hybrid of shards, recomputed": Way(4, {**STAGES, **SHARDS, **RECOMPUTED}, "lfm2"),
     **{f"{model}, shards in stages": Way(4, {**STAGES, **SHARDS}, model) for model in ("gemma3_text", "mixtral")},
 }
 ROUNDED = {

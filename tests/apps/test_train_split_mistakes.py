@@ -49,7 +49,7 @@ CHUNKS = "--ranks 2 --pipeline 2 --chunks 2"
         ("--pipeline 2 --retain-bytes 64", "--retain-bytes is 64, must be 0 with --pipeline"),
         ("--pipeline 2 --fsdp --ping-pong", "--ping-pong is True, must be left out with --pipeline and --fsdp"),
         (FOUR + " --model gpt2", "--pipeline: GPT2LMHeadModel cannot be cut into stages of an embedding, layers, a "
-         "norm and a head: h, ln_f, wpe, wte"),
+         "norm and a head: h, wpe, wte"),
         (FOUR + " --model granite", "--pipeline: GraniteForCausalLM cannot be cut into stages: it changes its input "
          "before the first layer"),
         (FOUR + " --model deepseek_v3", "--tensor is 2, but transformers has no tensor-parallel plan for the"),
@@ -59,6 +59,10 @@ CHUNKS = "--ranks 2 --pipeline 2 --chunks 2"
         ("--tensor 2 --model gemma4", "layers differ in their heads"),
         ("--pipeline 2 --model diffllama", "DiffLlamaForCausalLM calls attention 4 times in 2 layers, must be once in "
          "each"),
+        ("--pipeline 2 --model qwen3_next", "--layers-per-stage is 1,1, by which stage 0 has layers 0 to 0: each of "
+         "its chunks must have as many layers with attention, at least one; these are [1]"),
+        ("--tensor 2 --model qwen3_next", "--tensor is 2, but layers.0.linear_attn (Qwen3NextGatedDeltaNet) carries a "
+         "state from row to row"),
         ("--pipeline 2 --model jetmoe", "layer 0 of JetMoeForCausalLM has no attention by the name self_attn"),
     ],
 )  # fmt: skip
@@ -79,6 +83,10 @@ def test_a_mistake_is_refused_by_the_name_of_its_option(
 _OTHERS = {
     "olmoe": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
     "diffllama": ("DiffLlamaConfig", {}),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {"layer_types": ["linear_attention", "full_attention"], "num_experts": 4, "num_experts_per_tok": 2},
+    ),
     "gemma4": (None, "gemma4 with full layers of other heads"),
 }
 

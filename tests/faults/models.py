@@ -46,6 +46,13 @@ FAULTS = [
         (RECURRENT,),
     ),
     Fault(
+        "stages plan a step for each layer without attention",
+        "python/distca/apps/train/iterations.py",
+        "        layers=shape.attention,\n",
+        "        layers=shape.layers,\n",
+        ("tests/apps/test_train_split.py",),
+    ),
+    Fault(
         "ranks of all stages exchange the rows of one",
         "python/distca/integrations/hf_scans.py",
         "return found.row_exchange(plan.ranks)",

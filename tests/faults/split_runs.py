@@ -123,15 +123,15 @@ FAULTS = [
     Fault(
         "every stage ends with the norm",
         "python/distca/apps/train/stages.py",
-        "            base.norm = nn.Identity()\n",
+        "            setattr(base, norm_of(base), nn.Identity())\n",
         "            pass\n",
         SPLIT,
     ),
     Fault(
         "a stage takes the types of the first layers",
         "python/distca/apps/train/stages.py",
-        "found.layer_types = found.layer_types[layers.start : layers.stop]",
-        "found.layer_types = found.layer_types[: len(layers)]",
+        "kinds = kinds_of(config)[layers.start : layers.stop]",
+        "kinds = kinds_of(config)[: len(layers)]",
         ("tests/apps/test_train_split_forms.py",),
     ),
     Fault(

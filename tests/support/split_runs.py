@@ -43,6 +43,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3_text": _WINDOWS | {"query_pre_attn_scalar": 9},
     "mixtral": {"sliding_window": 12} | _EXPERTS,
     "gpt_oss": _WINDOWS | _EXPERTS,
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
 }
 """Options of each model that is trained. Its name is the type in transformers, unless they say one."""
 

@@ -30,12 +30,14 @@ class Shape:
         heads: head shape of the whole model's attention layers.
         windows: the window of each attention layer of the model, in order.
         layers: the layers of each stage's chunks.
+        attention: those of them that have attention.
         chunks: chunks of each stage.
     """
 
     heads: Heads
     windows: list[Window]
     layers: list[int]
+    attention: list[int]
     chunks: int
 
     @property
@@ -78,7 +80,7 @@ def _plans(
         layouts,
         context.heads,
         stages=context.stages,
-        layers=shape.layers,
+        layers=shape.attention,
         chunks=shape.chunks,
         windows=shape.windows,
         halves=of_halves,

@@ -22,7 +22,7 @@ from distca.apps.train.data import Batch
 from distca.apps.train.iterations import Shape
 from distca.apps.train.metrics import AttentionLoads
 from distca.apps.train.split import Split, ranges_of
-from distca.apps.train.stages import Chunk, with_head
+from distca.apps.train.stages import Chunk, norm_of, with_head
 from distca.apps.train.tensor_parallel import add_up
 from distca.context import Context
 from distca.pingpong.ping_pong import PingPong
@@ -95,7 +95,7 @@ class PipelinedModel:
         first, last = self.split.has_first and chunk == 0, self.split.has_last and chunk == self.split.chunks - 1
         shares = self.split.stages == 1 and self.tied
         found += [base.embed_tokens] if first and not shares else []
-        found += [base.norm] if last else []
+        found += [getattr(base, norm_of(base))] if last else []
         return found + ([self.model.lm_head] if last and not shares else [])
 
     @property

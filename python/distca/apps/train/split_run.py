@@ -22,7 +22,7 @@ from distca.apps.train.model import check_plans, checkpoint_activations, model_c
 from distca.apps.train.optimizer import make_optimizer
 from distca.apps.train.pipelined import Iteration, PipelinedModel
 from distca.apps.train.split import Split, deal_layers, ranges_of
-from distca.apps.train.stages import check_can_be_cut, check_has_layers, common_scores, keep
+from distca.apps.train.stages import attention_of_stages, check_can_be_cut, check_has_layers, common_scores, keep
 from distca.apps.train.step import BALANCED, INSIDE_STAGES, UNBALANCED
 from distca.apps.train.tensor_parallel import share, tensor_plan
 from distca.apps.train.ticks_report import PICTURE, draw_ticks, paragraphs
@@ -32,6 +32,7 @@ from distca.context import Context
 from distca.errors import InvalidArgumentError
 from distca.heads import Heads
 from distca.integrations import hf
+from distca.integrations.hf_limits import examine
 from distca.pipeline import TickTime
 from distca.trace.trace import Trace
 
@@ -63,7 +64,8 @@ class SplitRun:
 
         self.model = with_weights(config, shape, checkpoint, cut)
         partial = share(self.model, plan, split.mesh["tp"]) if plan else []
-        of_model = Shape(self._heads, windows, layers, split.chunks)
+        attention = attention_of_stages(whole, layers, split.chunks)
+        of_model = Shape(self._heads, windows, layers, attention, split.chunks)
         tied = bool(whole.all_tied_weights_keys)
         self._part = PipelinedModel(self.model, split, of_model, config, partial, tied, scale, softcap)
         optimizer, schedule = make_optimizer(self.model, config)
@@ -161,6 +163,11 @@ def check_split(config: TrainConfig, whole: PreTrainedModel) -> list[int]:
     check_has_layers(whole, config.how_split)
     if config.tensor > 1:
         tensor_plan(whole, config.tensor, heads)
+        for name, module in examine(whole).recurrent.items():
+            raise ConfigError(
+                f"--tensor is {config.tensor}, but {name} ({type(module).__name__}) carries a state from row to row: "
+                "tensor ranks do not share such modules"
+            )
     common_scores(whole, config.how_split)
     num_layers, least = text.num_hidden_layers, config.pipeline * config.chunks
     if num_layers % config.chunks:
@@ -186,4 +193,5 @@ def check_split(config: TrainConfig, whole: PreTrainedModel) -> list[int]:
 
 def check_before_start(config: TrainConfig, vocabulary: int) -> None:
     """Raises ConfigError if the model cannot be shared as the options say. It needs no other process."""
-    check_split(config, without_weights(config, model_config(config, vocabulary)[0]))
+    whole = without_weights(config, model_config(config, vocabulary)[0])
+    attention_of_stages(whole, check_split(config, whole), config.chunks)
