@@ -167,6 +167,20 @@ FAULTS = [
         (TESTS,),
     ),
     Fault(
+        "positions of rows stay with a model of Megatron when its schedule has ended",
+        BATCHES,
+        "handle.remove()",
+        "pass",
+        (TESTS,),
+    ),
+    Fault(
+        "a schedule of Megatron that failed stays in its tick",
+        SCHEDULE,
+        "contextlib.closing(iter(self.ticks)) as ticks",
+        "contextlib.nullcontext(iter(self.ticks)) as ticks",
+        (TESTS,),
+    ),
+    Fault(
         "every process of a tensor group of Megatron tells lengths for itself",
         BATCHES,
         "if dist.get_rank(names.tensor_group()) == 0 else None",

@@ -39,13 +39,13 @@ def _exact(number_of_processes: int, folder: Path) -> Any:
         runs.Case(pipeline=2, steps=3, changes={**of.QK_CLIP, **of.RECOMPUTED[2], **uneven}),
     ]
     if number_of_processes == 1:
-        return runs.run_all_alone(cases), _told()
+        return runs.run_all_alone(cases), *_in_one_process()
     return cases, runs.run_all(cases, folder)
 
 
 @pytest.fixture(scope="module")
-def alone() -> tuple[list[Any], dict[str, str]]:
-    """What one process computes, and what it is told for each mistake."""
+def alone() -> tuple[list[Any], dict[str, str], dict[str, Any]]:
+    """What one process computes, what it is told for each mistake, and what a failed evaluation leaves."""
     [found] = launch(_exact, 1, Path(), ranks=1)
     return found
 
@@ -78,14 +78,23 @@ MISTAKES = {
 }
 
 
-def _told() -> dict[str, str]:
-    """What is told for each mistake, in one process that has two layers."""
-    import torch
+def _in_one_process() -> tuple[dict[str, str], dict[str, Any]]:
     from megatron.core import parallel_state, tensor_parallel
+
+    from distca.integrations.megatron_on_cpu import cuda_is_cpu
+
+    with cuda_is_cpu():
+        parallel_state.initialize_model_parallel()
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        return _told(), _after_a_failed_evaluation()
+
+
+def _told() -> dict[str, str]:
+    """What is told for each mistake to a process that has two layers."""
+    import torch
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from distca.integrations import megatron
-    from distca.integrations.megatron_on_cpu import cuda_is_cpu
     from support import megatron_runs as runs
 
     case = runs.Case(data=1, layers=2)
@@ -142,10 +151,50 @@ def _told() -> dict[str, str]:
                 batches.close()
         return ""
 
-    with cuda_is_cpu():
-        parallel_state.initialize_model_parallel()
-        tensor_parallel.model_parallel_cuda_manual_seed(1)
-        return {mistake: told(mistake) for mistake in MISTAKES}
+    return {mistake: told(mistake) for mistake in MISTAKES}
+
+
+def _after_a_failed_evaluation() -> dict[str, Any]:
+    """The loss of a micro-batch before and after an evaluation of other documents that fails, and what that leaves."""
+    from distca.integrations import megatron
+    from support import megatron_runs as runs
+
+    case = runs.Case(data=1, layers=2)
+    config = runs.configured(case)
+    [model] = runs.models_of(case, config, None)
+    [trained, evaluated] = (runs.microbatch_of(case, 0, number, 0) for number in (0, 2))  # one document, and many
+
+    def forward_step(data_iterator: Any, model: Any) -> Any:
+        found = runs.forward_step(data_iterator, model)
+        if data_iterator is evaluation:
+            raise ValueError("a bad sample")
+        return found
+
+    with megatron.init(config, max_tokens=240, timeout=20) as context:
+        options: dict[str, Any] = {"num_microbatches": 1, "continues": lambda batch: False, "context": context}
+        batches = megatron.PlannedBatches(iter([trained] * 2), config, **options)
+        evaluation = megatron.PlannedBatches(iter([evaluated]), config, forward_only=True, **options)
+        given: dict[str, Any] = {"num_microbatches": 1, "seq_length": 240, "micro_batch_size": 1}
+        [before] = runs.train(model, forward_step, data_iterator=batches, **given)
+        with pytest.raises(ValueError, match="a bad sample") as kept:  # which keeps the frames of the schedule
+            runs.train(model, forward_step, data_iterator=evaluation, forward_only=True, **given)
+        with pytest.raises(distca.InvalidArgumentError, match="no tick is under way"):
+            next(evaluation)
+        assert kept.traceback
+        [after] = runs.train(model, forward_step, data_iterator=batches, **given)
+        for each in (batches, evaluation):
+            each.close()
+    losses = [float(each["loss"]) for each in (before, after)]
+    return {"losses": losses, "hooks": len(model.module.rotary_pos_emb._forward_hooks)}
+
+
+def test_an_evaluation_that_fails_changes_no_later_loss(alone: Any) -> None:
+    before, after = alone[2]["losses"]
+    assert after == before
+
+
+def test_a_schedule_that_has_ended_leaves_nothing_on_the_model(alone: Any) -> None:
+    assert alone[2]["hooks"] == 0
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

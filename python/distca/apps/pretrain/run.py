@@ -251,7 +251,6 @@ class Run:
             num_microbatches=options.micro_batches,
             forward_only=forward_only,
             segments=(lambda batch: batch["segments"].tolist()) if options.cp_size > 1 else None,
-            model=self._chunks,
             tolerance=options.tolerance,
             reduce_dtype=getattr(torch, options.attention_reduce_dtype),
             balance=options.balance,
