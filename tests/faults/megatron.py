@@ -48,6 +48,13 @@ FAULTS = [
         (TESTS,),
     ),
     Fault(
+        "ping-pong in Megatron takes away what somebody has put on a block",
+        PING_PONG,
+        "            if before is not None:\n                block.forward = before\n",
+        "",
+        (TESTS,),
+    ),
+    Fault(
         "Megatron's own checkpointing stays in ping-pong",
         "python/distca/integrations/megatron_names.py",
         'replaced = {"checkpoint": checkpoint, "get_cuda_rng_tracker": _NoForks}',

@@ -75,6 +75,7 @@ MISTAKES = {
     "no more data": "StopIteration",
     "no block of layers": "there is no TransformerBlock of Megatron in a Linear. What to change: .* ping_pong=False",
     "compiled layers": r"layers.1 .* compiled, and compiled code cannot give the turn",
+    "a compiled forward": r"layers.1 .* compiled, and compiled code cannot give the turn",
 }
 
 
@@ -86,7 +87,7 @@ def _in_one_process() -> tuple[dict[str, str], dict[str, Any]]:
     with cuda_is_cpu():
         parallel_state.initialize_model_parallel()
         tensor_parallel.model_parallel_cuda_manual_seed(1)
-        return _told(), _after_a_failed_evaluation()
+        return _told(), _after_a_failed_evaluation() | {"halves": _halves_of_a_forward_that_was_replaced()}
 
 
 def _told() -> dict[str, str]:
@@ -105,6 +106,9 @@ def _told() -> dict[str, str]:
         [model] = runs.models_of(deep, runs.configured(deep), None)
         if mistake == "compiled layers":
             model.module.decoder.layers[1].compile()
+        if mistake == "a compiled forward":
+            layer = model.module.decoder.layers[1]
+            layer.forward = torch.compile(layer.forward)
         if mistake == "no block of layers":
             linear: Any = torch.nn.Linear(1, 1)
             linear.config, model = config, linear
@@ -127,7 +131,7 @@ def _told() -> dict[str, str]:
 
         heads_of = case._replace(changes={"params_dtype": torch.bfloat16}) if mistake == "another dtype" else case
         with megatron.init(runs.configured(heads_of), max_tokens=240, timeout=20) as context:
-            halved = mistake in ("no block of layers", "compiled layers")
+            halved = mistake in ("no block of layers", "compiled layers", "a compiled forward")
             batches: Any = megatron.PlannedBatches(
                 iter(data), config, context=context, num_microbatches=2, ping_pong=halved
             )
@@ -186,6 +190,39 @@ def _after_a_failed_evaluation() -> dict[str, Any]:
             each.close()
     losses = [float(each["loss"]) for each in (before, after)]
     return {"losses": losses, "hooks": len(model.module.rotary_pos_emb._forward_hooks)}
+
+
+def _halves_of_a_forward_that_was_replaced() -> list[int]:
+    """How many halves an iteration in ping-pong runs through a forward that somebody has put on the block itself, in
+    each of two iterations.
+    """
+    from distca.integrations import megatron
+    from support import megatron_runs as runs
+
+    case = runs.Case(data=1, layers=2)
+    config = runs.configured(case)
+    [model] = runs.models_of(case, config, None)
+    block, calls, counts = model.module.decoder, [], []
+    forward = block.forward
+
+    def counted(*given: Any, **options: Any) -> Any:
+        calls.append(1)
+        return forward(*given, **options)
+
+    block.forward = counted
+    with megatron.init(config, max_tokens=240, timeout=20) as context:
+        data = iter([runs.microbatch_of(case, 0, 0, 0)] * 2)
+        batches = megatron.PlannedBatches(data, config, context=context, num_microbatches=1, ping_pong=True)
+        given: dict[str, Any] = {"num_microbatches": 1, "seq_length": 240, "micro_batch_size": 1}
+        for _ in range(2):
+            runs.train(model, runs.forward_step, data_iterator=batches, **given)
+            counts.append(len(calls))
+        batches.close()
+    return counts
+
+
+def test_ping_pong_keeps_a_forward_that_somebody_has_put_on_the_block(alone: Any) -> None:
+    assert alone[2]["halves"] == [2, 4]
 
 
 def test_an_evaluation_that_fails_changes_no_later_loss(alone: Any) -> None:
