@@ -279,3 +279,22 @@ def test_a_loop_that_is_closed_late_does_not_end_the_next_one() -> None:
         left.close()
         assert ticks.current is tick
         under_way.close()
+
+
+WRONG = {
+    "scale": ("a", "scale = 'a'; a number is expected"),
+    "softcap": (-1, "Ticks: softcap = -1.0; None, 0 .none. or a positive"),
+    "save_attention": ("x", "Ticks: save_attention is 'x'; True or False"),
+    "deterministic": (1, "Ticks: deterministic is 1; True or False"),
+    "max_logits": (None, "Ticks: max_logits is None; True or False"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_option_of_ticks_with_a_wrong_value_is_refused(name: str) -> None:
+    value, message = WRONG[name]
+    (context,) = distca.loopback(1, max_tokens=64, heads=HEADS)
+    with context:
+        plans = PipelinePlans([distca.Layout.from_documents([[8]])], HEADS, stages=[[0]], layers=1, context=context)
+        with pytest.raises(distca.InvalidArgumentError, match=message):
+            Ticks(plans, context=context, **{name: value})

@@ -10,14 +10,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from distca.arguments import check_type
+from distca.arguments import check_flag, check_type
 from distca.context import Context
 from distca.errors import InvalidArgumentError, refusals_told
+from distca.inputs import as_numbers
 from distca.pipeline.current_tick import NEEDS_GRADIENT, CurrentTick
 from distca.pipeline.plans import PipelinePlans
 from distca.pipeline.recomputation import groups_of_stages
 from distca.pipeline.tick_plan import TickPlan
 from distca.pipeline.tick_table import Work
+from distca.planner.scores import Scores
 from distca.registry import find_context
 
 
@@ -97,6 +99,12 @@ class Ticks:
         if unknown := options.keys() - self.options.keys():
             raise InvalidArgumentError(f"Ticks: unknown {sorted(unknown)}; {list(self.options)} are options of layers")
         self.options |= options
+        scale, softcap = as_numbers(self.options["scale"], self.options["softcap"])
+        Scores(scale=scale, softcap=softcap).check("Ticks")
+        self.options |= {"scale": scale, "softcap": softcap}
+        flags = {name: self.options[name] for name in ("deterministic", "max_logits")}
+        for name, value in (flags | {"save_attention": save_attention}).items():
+            check_flag("Ticks", name, value)
         self.groups = groups_of_stages("Ticks", recompute, plans.layers)
         self.save_attention = save_attention
         self.plan = TickPlan(self)
