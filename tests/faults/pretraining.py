@@ -35,6 +35,13 @@ FAULTS = [
         TESTS,
     ),
     Fault(
+        "a pretraining run that is refused leaves a folder",
+        FOLDER + "cli.py",
+        "                shutil.rmtree(run_dir)\n",
+        "                pass\n",
+        TESTS,
+    ),
+    Fault(
         "two runs write into one folder",
         "python/distca/apps/common/run_lock.py",
         "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
