@@ -51,6 +51,7 @@ from distca.steps import Step, attend, collect, dispatch
 from distca.trace.trace import Link, Trace, read_trace, write_trace
 
 if _typing.TYPE_CHECKING:
+    from distca import pipeline as pipeline
     from distca.pingpong.ping_pong import PingPong
     from distca.simulator.simulate import StrategyResult, simulate
 
@@ -137,10 +138,12 @@ _LATER = {
 if not _typing.TYPE_CHECKING:  # type checkers would take any name for one that is there
 
     def __getattr__(name: str) -> _typing.Any:
+        if name == "pipeline":
+            return _import_module("distca.pipeline")
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(_import_module(_LATER[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    return sorted({*globals(), *_LATER, "pipeline"})

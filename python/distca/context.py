@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 class Context(Registered):
     """One rank's membership in an attention group, with its heap and step counter. `init` makes it.
+
+    There is one of it: copies of what holds it, such as `copy.deepcopy` of a module, hold the same one. It cannot be
+    pickled.
 
     Attributes:
         name: its name in the process's registry, which ``core_attention`` takes.
@@ -297,6 +300,18 @@ class Context(Registered):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def __copy__(self) -> Context:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Context:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"context {self.name!r} cannot be pickled, because it is this process's membership in a group: leave it "
+            "out of what is pickled, and call distca.init in each process"
+        )
 
     def __repr__(self) -> str:
         own = self.global_ranks[self.rank]

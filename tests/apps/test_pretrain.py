@@ -10,6 +10,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from distca.apps.common.corpus import Corpus
 from distca.apps.common.memory_log import MemoryLog
 from distca.apps.common.options import exit_code
 from distca.apps.common.stopping import StopRequest
-from distca.apps.pretrain.data import MicroBatches
+from distca.apps.pretrain import cli
+from distca.apps.pretrain.data import MicroBatches, read_documents
 from distca.apps.pretrain.log import RunLog, Step
 from distca.apps.pretrain.options import Options, parse
 from distca.apps.pretrain.shapes import SHAPES, shape_of
@@ -227,8 +229,6 @@ def test_a_megatron_data_set_has_the_documents_that_were_written(tmp_path: Path,
     import numpy as np
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    from distca.apps.pretrain.data import read_documents
-
     builder = IndexedDatasetBuilder(str(tmp_path / "set.bin"), dtype=getattr(np, dtype))
     documents = [[[1, 2, 3]], [[4, 5], [6]], [[60000 % 32000]]]
     for sentences in documents:
@@ -299,6 +299,53 @@ def test_a_damaged_line_of_the_log_is_named(tmp_path: Path) -> None:
     assert log.read_text() == '{"step": 1}\n{"step": 2}\n'  # without what a kill has cut off
 
 
+def test_a_log_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").mkdir()
+    with pytest.raises(
+        InvalidArgumentError, match="log.jsonl cannot be read: Is a directory; move it away, or name an"
+    ):
+        RunLog(tmp_path, steps=4, start=0, peak=None).__enter__()
+
+
+def test_no_lengths_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "lengths.json").write_text("[]")
+    options = parse([], {"LENGTHS": str(tmp_path / "lengths.json")}).resolved(cuda=False, world_size=1)
+    with pytest.raises(InvalidArgumentError, match=r"--lengths \(LENGTHS\) names an empty list"):
+        read_documents(options)
+
+
+def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setattr(cli.time, "strftime", lambda _: "pretrain-now")
+    with cli._run_folder(Options()) as first, cli._run_folder(Options()) as second:
+        assert [str(first), str(second)] == ["logs/pretrain-now", "logs/pretrain-now-2"]
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
+    options = Options(run_dir=tmp_path / "run")
+    with (
+        cli._run_folder(options),
+        pytest.raises(InvalidArgumentError, match="another run is under way in .*run: wait until it has ended"),
+        cli._run_folder(options),
+    ):
+        pass
+    with cli._run_folder(options):
+        pass
+
+
+def test_a_run_that_is_refused_leaves_no_folder_and_changes_none(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "options.json").write_text("those of the run")
+    for name in ("new", "old"):
+        with pytest.raises(InvalidArgumentError), cli._run_folder(Options(run_dir=tmp_path / name)):
+            raise InvalidArgumentError("a mistake that a rank finds")
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+    assert (tmp_path / "old" / "options.json").read_text() == "those of the run"
+
+
 def test_tensorboard_keeps_the_steps_before_a_resume(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for start in (0, 2):
@@ -360,6 +407,7 @@ def test_a_figure_that_is_not_finite_ends_the_run_before_it_is_saved(
 ) -> None:
     done = _taken(tmp_path, monkeypatch, [STEP, replace(STEP, step=2, **bad)])
     assert done == ["saved 1", "evaluated", f"{what} at step 2: lower --lr (LR, now 0.003)"]
+    assert json.loads((tmp_path / "options.json").read_text())["steps"] == 3
     assert len(log_of(tmp_path)) == 2
 
 
@@ -388,6 +436,35 @@ def test_a_run_that_goes_on_with_another_optimizer_is_told_what_to_set(tmp_path:
         checkpoints.load(tmp_path, [], None, documents=7, fixed={name: False})
 
 
+def test_a_checkpoint_that_cannot_be_read_or_written_is_an_error_of_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's error has the traces of all ranks, and is no Exception."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from distca.apps.pretrain import checkpoints
+
+    def fail(*_: Any) -> None:
+        raise CheckpointException("load", {rank: (OSError(f"no shard\nof rank {rank}"), None) for rank in (1, 0)})
+
+    for name in ("load", "save"):
+        monkeypatch.setattr(checkpoints.dist_checkpointing, name, fail)
+    monkeypatch.setattr(checkpoints, "sharded_state", lambda *_, **__: {})
+    (tmp_path / "run.json").write_text(json.dumps({"step": 1, "documents": 7, "fixed": {}}))
+    with pytest.raises(distca.DistcaError, match=f"^the checkpoint {tmp_path} cannot be read: no shard of rank 0$"):
+        checkpoints.load(tmp_path, [], mock.Mock(), documents=7, fixed={})
+    state = checkpoints.State(2, 7, {})
+    with one_rank(), pytest.raises(distca.DistcaError, match="^could not write the checkpoint .*: no shard of rank 0$"):
+        checkpoints.save(tmp_path, state, [], None, keep=1)
+    state = checkpoints.State(2, 7, {"no JSON": object()})
+    monkeypatch.setattr(checkpoints.dist_checkpointing, "save", lambda *_: None)
+    with (
+        one_rank(),
+        pytest.raises(distca.DistcaError, match="^could not write a checkpoint: .* not JSON serializable$"),
+    ):
+        checkpoints.save(tmp_path, state, [], None, keep=1)
+
+
 @pytest.mark.usefixtures("all_runs")
 def test_what_a_resumed_run_must_have_too_is_in_the_checkpoint(folder: Path) -> None:
     fixed = json.loads((folder / "resumed 0" / "step-3" / "run.json").read_text())["fixed"]
@@ -406,6 +483,20 @@ def test_heads_that_tensor_ranks_cannot_share_are_an_error() -> None:
         shape_of(options)
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def test_a_configuration_of_llama_3_has_its_factor(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | {"rope_scaling": LLAMA3}))
+    assert shape_of(Options(model=str(tmp_path)).resolved(cuda=False, world_size=1)).rope_scaling == 8.0
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -413,6 +504,14 @@ def test_heads_that_tensor_ranks_cannot_share_are_an_error() -> None:
         ({"hidden_size": "many"}, "invalid literal"),
         ({"num_hidden_layers": None}, "cannot be read"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor is 2.0, must be 1, which is Megatron's"),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 8.0}}, "high_freq_factor is 8.0, must be 4, which is Megatr"),
+        (
+            {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 2048}},
+            "original_max_position_embeddings is 2048, must be 8192, which is Megatron's",
+        ),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'low_freq_factor' is missing"),
         ({"use_sliding_window": True}, "use_sliding_window is True, must be false"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; silu"),
     ],

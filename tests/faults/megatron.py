@@ -48,6 +48,13 @@ FAULTS = [
         (TESTS,),
     ),
     Fault(
+        "ping-pong in Megatron takes away what somebody has put on a block",
+        PING_PONG,
+        "            if before is not None:\n                block.forward = before\n",
+        "",
+        (TESTS,),
+    ),
+    Fault(
         "Megatron's own checkpointing stays in ping-pong",
         "python/distca/integrations/megatron_names.py",
         'replaced = {"checkpoint": checkpoint, "get_cuda_rng_tracker": _NoForks}',
@@ -164,6 +171,20 @@ FAULTS = [
         BATCHES,
         "register_forward_hook(of_rows)",
         "register_forward_hook(lambda *_: None)",
+        (TESTS,),
+    ),
+    Fault(
+        "positions of rows stay with a model of Megatron when its schedule has ended",
+        BATCHES,
+        "handle.remove()",
+        "pass",
+        (TESTS,),
+    ),
+    Fault(
+        "a schedule of Megatron that failed stays in its tick",
+        SCHEDULE,
+        "contextlib.closing(iter(self.ticks)) as ticks",
+        "contextlib.nullcontext(iter(self.ticks)) as ticks",
         (TESTS,),
     ),
     Fault(

@@ -19,6 +19,13 @@ FEATURES = "tests/runtime/test_core_features.py"
 
 FAULTS = [
     Fault(
+        "ticks whose loop was left stay under way",
+        "python/distca/pipeline/ticks.py",
+        "if self._current is tick:",
+        "if False:",
+        (MISALIGNED,),
+    ),
+    Fault(
         "a backward tick comes a tick too late",
         "python/distca/pipeline/tick_table.py",
         "first is None or done_by_last[first] < forward_ticks",

@@ -84,6 +84,13 @@ FAULTS = [
         (TRAINER_OF_HF,),
     ),
     Fault(
+        "torchtitan: the options of a job are replaced",
+        TRAINER,
+        "config.distca if has_options else DistcaConfig()",
+        "DistcaConfig()",
+        (JOB,),
+    ),
+    Fault(
         "a rank refuses its batch before it has told the others",
         EXCHANGE,
         "        failed = None if refused else error",

@@ -39,13 +39,13 @@ def _exact(number_of_processes: int, folder: Path) -> Any:
         runs.Case(pipeline=2, steps=3, changes={**of.QK_CLIP, **of.RECOMPUTED[2], **uneven}),
     ]
     if number_of_processes == 1:
-        return runs.run_all_alone(cases), _told()
+        return runs.run_all_alone(cases), *_in_one_process()
     return cases, runs.run_all(cases, folder)
 
 
 @pytest.fixture(scope="module")
-def alone() -> tuple[list[Any], dict[str, str]]:
-    """What one process computes, and what it is told for each mistake."""
+def alone() -> tuple[list[Any], dict[str, str], dict[str, Any]]:
+    """What one process computes, what it is told for each mistake, and what a failed evaluation leaves."""
     [found] = launch(_exact, 1, Path(), ranks=1)
     return found
 
@@ -75,17 +75,27 @@ MISTAKES = {
     "no more data": "StopIteration",
     "no block of layers": "there is no TransformerBlock of Megatron in a Linear. What to change: .* ping_pong=False",
     "compiled layers": r"layers.1 .* compiled, and compiled code cannot give the turn",
+    "a compiled forward": r"layers.1 .* compiled, and compiled code cannot give the turn",
 }
 
 
-def _told() -> dict[str, str]:
-    """What is told for each mistake, in one process that has two layers."""
-    import torch
+def _in_one_process() -> tuple[dict[str, str], dict[str, Any]]:
     from megatron.core import parallel_state, tensor_parallel
+
+    from distca.integrations.megatron_on_cpu import cuda_is_cpu
+
+    with cuda_is_cpu():
+        parallel_state.initialize_model_parallel()
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        return _told(), _after_a_failed_evaluation() | {"halves": _halves_of_a_forward_that_was_replaced()}
+
+
+def _told() -> dict[str, str]:
+    """What is told for each mistake to a process that has two layers."""
+    import torch
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from distca.integrations import megatron
-    from distca.integrations.megatron_on_cpu import cuda_is_cpu
     from support import megatron_runs as runs
 
     case = runs.Case(data=1, layers=2)
@@ -96,6 +106,9 @@ def _told() -> dict[str, str]:
         [model] = runs.models_of(deep, runs.configured(deep), None)
         if mistake == "compiled layers":
             model.module.decoder.layers[1].compile()
+        if mistake == "a compiled forward":
+            layer = model.module.decoder.layers[1]
+            layer.forward = torch.compile(layer.forward)
         if mistake == "no block of layers":
             linear: Any = torch.nn.Linear(1, 1)
             linear.config, model = config, linear
@@ -118,7 +131,7 @@ def _told() -> dict[str, str]:
 
         heads_of = case._replace(changes={"params_dtype": torch.bfloat16}) if mistake == "another dtype" else case
         with megatron.init(runs.configured(heads_of), max_tokens=240, timeout=20) as context:
-            halved = mistake in ("no block of layers", "compiled layers")
+            halved = mistake in ("no block of layers", "compiled layers", "a compiled forward")
             batches: Any = megatron.PlannedBatches(
                 iter(data), config, context=context, num_microbatches=2, ping_pong=halved
             )
@@ -142,10 +155,83 @@ def _told() -> dict[str, str]:
                 batches.close()
         return ""
 
-    with cuda_is_cpu():
-        parallel_state.initialize_model_parallel()
-        tensor_parallel.model_parallel_cuda_manual_seed(1)
-        return {mistake: told(mistake) for mistake in MISTAKES}
+    return {mistake: told(mistake) for mistake in MISTAKES}
+
+
+def _after_a_failed_evaluation() -> dict[str, Any]:
+    """The loss of a micro-batch before and after an evaluation of other documents that fails, and what that leaves."""
+    from distca.integrations import megatron
+    from support import megatron_runs as runs
+
+    case = runs.Case(data=1, layers=2)
+    config = runs.configured(case)
+    [model] = runs.models_of(case, config, None)
+    [trained, evaluated] = (runs.microbatch_of(case, 0, number, 0) for number in (0, 2))  # one document, and many
+
+    def forward_step(data_iterator: Any, model: Any) -> Any:
+        found = runs.forward_step(data_iterator, model)
+        if data_iterator is evaluation:
+            raise ValueError("a bad sample")
+        return found
+
+    with megatron.init(config, max_tokens=240, timeout=20) as context:
+        options: dict[str, Any] = {"num_microbatches": 1, "continues": lambda batch: False, "context": context}
+        batches = megatron.PlannedBatches(iter([trained] * 2), config, **options)
+        evaluation = megatron.PlannedBatches(iter([evaluated]), config, forward_only=True, **options)
+        given: dict[str, Any] = {"num_microbatches": 1, "seq_length": 240, "micro_batch_size": 1}
+        [before] = runs.train(model, forward_step, data_iterator=batches, **given)
+        with pytest.raises(ValueError, match="a bad sample") as kept:  # which keeps the frames of the schedule
+            runs.train(model, forward_step, data_iterator=evaluation, forward_only=True, **given)
+        with pytest.raises(distca.InvalidArgumentError, match="no tick is under way"):
+            next(evaluation)
+        assert kept.traceback
+        [after] = runs.train(model, forward_step, data_iterator=batches, **given)
+        for each in (batches, evaluation):
+            each.close()
+    losses = [float(each["loss"]) for each in (before, after)]
+    return {"losses": losses, "hooks": len(model.module.rotary_pos_emb._forward_hooks)}
+
+
+def _halves_of_a_forward_that_was_replaced() -> list[int]:
+    """How many halves an iteration in ping-pong runs through a forward that somebody has put on the block itself, in
+    each of two iterations.
+    """
+    from distca.integrations import megatron
+    from support import megatron_runs as runs
+
+    case = runs.Case(data=1, layers=2)
+    config = runs.configured(case)
+    [model] = runs.models_of(case, config, None)
+    block, calls, counts = model.module.decoder, [], []
+    forward = block.forward
+
+    def counted(*given: Any, **options: Any) -> Any:
+        calls.append(1)
+        return forward(*given, **options)
+
+    block.forward = counted
+    with megatron.init(config, max_tokens=240, timeout=20) as context:
+        data = iter([runs.microbatch_of(case, 0, 0, 0)] * 2)
+        batches = megatron.PlannedBatches(data, config, context=context, num_microbatches=1, ping_pong=True)
+        given: dict[str, Any] = {"num_microbatches": 1, "seq_length": 240, "micro_batch_size": 1}
+        for _ in range(2):
+            runs.train(model, runs.forward_step, data_iterator=batches, **given)
+            counts.append(len(calls))
+        batches.close()
+    return counts
+
+
+def test_ping_pong_keeps_a_forward_that_somebody_has_put_on_the_block(alone: Any) -> None:
+    assert alone[2]["halves"] == [2, 4]
+
+
+def test_an_evaluation_that_fails_changes_no_later_loss(alone: Any) -> None:
+    before, after = alone[2]["losses"]
+    assert after == before
+
+
+def test_a_schedule_that_has_ended_leaves_nothing_on_the_model(alone: Any) -> None:
+    assert alone[2]["hooks"] == 0
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -225,13 +225,6 @@ def test_what_the_configuration_says_is_no_option_of_the_batches(name: str) -> N
         _batches(_config(), **{name: None})
 
 
-@pytest.mark.parametrize("name", ["continues", "segments"])
-def test_documents_that_may_be_cut_need_the_model(name: str) -> None:
-    """Megatron's RoPE counts from the first row of a segment."""
-    with pytest.raises(distca.InvalidArgumentError, match=r"RoPE needs the position of each row. .*: model=\[\.\.\.\]"):
-        _batches(_config(), **{name: lambda batch: []})
-
-
 @pytest.mark.parametrize(
     "lengths",
     [[5, 3, 4, 2], [12], [3, 4, 7]],

@@ -92,6 +92,23 @@ def test_a_trainer_of_a_users_own_is_kept_or_refused() -> None:
     assert type(with_distca(derive(titan_on_cpu.job(1, 1), PlainConfig))) is DistcaTrainer.Config
 
 
+def test_options_that_a_job_has_stay_and_the_job_is_not_changed() -> None:
+    job = derive(titan_on_cpu.job(1, 1), LoggingDistca.Config, distca=DistcaConfig(tolerance=0.005, dtype="float32"))
+    job.training.disable_cuda_graphs = False
+    made = with_distca(job, timeout=30.0)
+    assert made.distca == DistcaConfig(tolerance=0.005, dtype="float32", timeout=30.0)
+    assert (job.distca.timeout, job.override.imports, job.training.disable_cuda_graphs) == (600.0, [], False)
+    assert with_distca(made) == made
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("dtype", "fp32"), ("reduce_dtype", "half16"), ("reduce_dtype", "float16")]
+)
+def test_a_dtype_that_no_plan_has_is_refused_by_name(name: str, value: str) -> None:
+    with pytest.raises(distca.InvalidArgumentError, match=f"distca.{name} is '{value}'; float32, .* are allowed"):
+        with_distca(titan_on_cpu.job(1, 1), **{name: value})
+
+
 def test_cuda_graphs_that_are_turned_on_again_are_refused() -> None:
     config = with_distca(titan_on_cpu.job(1, 1))
     config.training.disable_cuda_graphs = False

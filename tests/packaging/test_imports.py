@@ -102,7 +102,7 @@ def test_the_planner_needs_no_context_transport_or_operator() -> None:
 
 def test_importing_distca_loads_nothing_that_is_heavy_and_the_rest_when_it_is_asked_for() -> None:
     later = {"PingPong": "distca.pingpong.ping_pong", "simulate": "distca.simulator.simulate"}
-    heavy = (*HEAVY, *later.values(), "distca.apps", "distca.testing")
+    heavy = (*HEAVY, *later.values(), "distca.apps", "distca.testing", "distca.pipeline")
     program = f"""
 import sys, torch
 before = set(sys.modules)
@@ -111,7 +111,8 @@ loaded = set(sys.modules) - before
 assert "distca.ops" in loaded
 heavy = [name for name in loaded if name.startswith({heavy})]
 assert not heavy, heavy
-assert set(distca.__all__) <= set(dir(distca))
+assert {{*distca.__all__, "pipeline"}} <= set(dir(distca))
+assert distca.pipeline.tick_table.__module__ == "distca.pipeline.tick_table"
 missing = [name for name in distca.__all__ if not hasattr(distca, name)]
 assert not missing, missing
 for name, module in {later}.items():

@@ -245,3 +245,56 @@ def test_a_stage_whose_weights_are_all_frozen_is_told_what_to_change() -> None:
             ticks.run(lambda work, x: _attend(ticks.plan, 8, context=context).sum().detach(), like=torch.empty(0, 1))
         with pytest.raises(distca.InvalidArgumentError, match=r"Ticks: unknown \['softcaps'\]"):
             Ticks(plans, context=context, softcaps=1.0)
+
+
+def test_ticks_are_over_when_their_loop_is_left() -> None:
+    """An error that is kept keeps the frames of the loop."""
+    (context,) = distca.loopback(1, max_tokens=64, heads=HEADS)
+    with context:
+        plans = PipelinePlans([distca.Layout.from_documents([[8]])], HEADS, stages=[[0]], layers=1, context=context)
+        ticks = Ticks(plans, context=context)
+
+        def stage(work: Any, x: Any) -> torch.Tensor:
+            raise ValueError("a bad sample")
+
+        for _ in ticks:
+            break
+        with pytest.raises(distca.InvalidArgumentError, match="no tick is under way"):
+            assert ticks.current
+        with pytest.raises(ValueError, match="a bad sample") as kept:
+            ticks.run(stage, like=torch.empty(0, 1))
+        with pytest.raises(distca.InvalidArgumentError, match="no tick is under way"):
+            assert ticks.current
+        assert kept.value.__traceback__ is not None
+
+
+def test_a_loop_that_is_closed_late_does_not_end_the_next_one() -> None:
+    (context,) = distca.loopback(1, max_tokens=64, heads=HEADS)
+    with context:
+        plans = PipelinePlans([distca.Layout.from_documents([[8]])], HEADS, stages=[[0]], layers=1, context=context)
+        ticks = Ticks(plans, context=context)
+        left, under_way = iter(ticks), iter(ticks)
+        next(left)
+        tick = next(under_way)
+        left.close()
+        assert ticks.current is tick
+        under_way.close()
+
+
+WRONG = {
+    "scale": ("a", "scale = 'a'; a number is expected"),
+    "softcap": (-1, "Ticks: softcap = -1.0; None, 0 .none. or a positive"),
+    "save_attention": ("x", "Ticks: save_attention is 'x'; True or False"),
+    "deterministic": (1, "Ticks: deterministic is 1; True or False"),
+    "max_logits": (None, "Ticks: max_logits is None; True or False"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_option_of_ticks_with_a_wrong_value_is_refused(name: str) -> None:
+    value, message = WRONG[name]
+    (context,) = distca.loopback(1, max_tokens=64, heads=HEADS)
+    with context:
+        plans = PipelinePlans([distca.Layout.from_documents([[8]])], HEADS, stages=[[0]], layers=1, context=context)
+        with pytest.raises(distca.InvalidArgumentError, match=message):
+            Ticks(plans, context=context, **{name: value})

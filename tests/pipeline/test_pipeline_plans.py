@@ -153,6 +153,7 @@ def test_evaluation_has_the_plans_of_the_forward_ticks() -> None:
     ("options", "message"),
     [
         ({"stages": [[0, 1], [1, 2]]}, "each rank from 0 on once"),
+        ({"stages": [["a"], [0]]}, "each rank from 0 on once"),
         ({"stages": [[0, 1, 2], [3]]}, "as many in every stage"),
         ({"stages": [[0], [1]]}, "micro-batch 0 is of 2 ranks, a stage has 1"),
         ({"stages": []}, "no stages"),

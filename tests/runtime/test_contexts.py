@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -17,6 +20,21 @@ def test_a_context_that_is_not_there_is_refused_with_those_that_are(group: Group
     with pytest.raises(distca.InvalidArgumentError, match='no context "default"'):
         distca.core_attention(*group.inputs(), group.plan)
     group.check_still_works()
+
+
+def test_a_copy_of_what_holds_a_context_holds_the_same_one_and_a_pickle_is_refused() -> None:
+    for closes in (False, True):
+        (context,) = distca.loopback(1, max_tokens=8, heads=HEADS)
+        module = torch.nn.Linear(1, 1)
+        module.context = context
+        if closes:
+            context.close()
+        copied = copy.deepcopy(module)
+        assert copied.context is context and copy.copy(context) is context
+        assert copied.weight is not module.weight
+        with pytest.raises(TypeError, match=f"context '{context.name}' cannot be pickled, .* call distca.init in each"):
+            pickle.dumps(module)
+        context.close()
 
 
 def test_a_closed_context_is_refused_and_may_be_closed_again() -> None:

@@ -156,7 +156,7 @@ def _run(case: Case, folder: Path | None, alone: bool) -> Result:
         options: dict[str, Any] = {"context": context, "num_microbatches": count, "tolerance": 0.02, "min_rows": 8}
         options["ping_pong"] = case.halved
         if case.joined:
-            options |= {"continues": lambda batch: batch["continues"], "model": models}
+            options["continues"] = lambda batch: batch["continues"]
         evaluation = PlannedBatches(iter(data[:count]) if reads else None, config, forward_only=True, **options)
         batches = PlannedBatches(iter(data[count:]) if reads else None, config, **options)
     common = {

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from distca.arguments import check_type
 from distca.context import Context
@@ -81,15 +83,12 @@ class PlannedBatches(DataWithTicks):
             tells the length of its part. By default documents are whole.
         segments: in place of `lengths`, the segments ``(document, begin, end)`` of a batch, in the order of its rows,
             for documents that are cut in any other way, as in `distca.PlanAhead`.
-        model: the chunks of the model on this process. `continues` and `segments` need it: their RoPE then takes the
-            position of each row.
         forward_only: whether it is for evaluation: makes plans without backward.
         ping_pong: whether `tick_schedule` runs the layers on two halves of a micro-batch in turns.
         options: the other arguments of `PipelinePlans`.
 
     Raises:
-        InvalidArgumentError: the configuration asks for what cannot go together with ticks, or with ping-pong;
-            documents may be cut, and `model` is missing.
+        InvalidArgumentError: the configuration asks for what cannot go together with ticks, or with ping-pong.
         ImportError: ping-pong needs the package greenlet.
     """
 
@@ -103,7 +102,6 @@ class PlannedBatches(DataWithTicks):
         lengths: Callable[[Any], Sequence[int]] | None = None,
         continues: Callable[[Any], bool] | None = None,
         segments: Callable[[Any], Sequence[tuple[int, int, int]]] | None = None,
-        model: Sequence[Any] = (),
         forward_only: bool = False,
         ping_pong: bool = False,
         **options: Any,
@@ -115,13 +113,6 @@ class PlannedBatches(DataWithTicks):
                 raise InvalidArgumentError(f"PlannedBatches: {name}= cannot be given; Megatron's configuration says it")
         batches = next((each for each in batches if each is not None), None) if isinstance(batches, list) else batches
         self.context, self._by_row = context, continues is not None or segments is not None
-        if self._by_row and not model:
-            raise InvalidArgumentError(
-                "PlannedBatches: continues= and segments= cut documents, whose RoPE needs the position of each row. "
-                "What to change: model=[...], the chunks of the model on this process"
-            )
-        for chunk in model if self._by_row else ():
-            rotate_by_row(chunk, self._positions)
         self._options: dict[str, Any] = {"scale": config.softmax_scale, "deterministic": config.deterministic_mode}
         self._options["max_logits"] = asks_for_max_logits(config)
         layers = layers_of_stages(config, len(context.stages))
@@ -156,6 +147,16 @@ class PlannedBatches(DataWithTicks):
         self.ticks = Ticks(plans, context=self.context, **self._options)
         return self.ticks
 
+    @contextlib.contextmanager
+    def positioned(self, chunks: Sequence[Any]) -> Iterator[None]:
+        """In `with`, RoPE of these chunks takes the position of each row, if documents may be cut."""
+        handles = [each for chunk in chunks if self._by_row for each in rotate_by_row(chunk, self._positions)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
     def __next__(self) -> Any:
         """The micro-batch of the current tick; None on a process without data."""
         _, microbatch = self._now()
@@ -178,16 +179,15 @@ class PlannedBatches(DataWithTicks):
             raise InvalidArgumentError("PlannedBatches: no tick with work is under way; pass it to tick_schedule")
         return self.ticks.plans, self.ticks.current.work.microbatch
 
-    def _positions(self) -> torch.Tensor | None:
-        """The positions of the rows in their documents; None if the model runs with other batches."""
-        if self.ticks is None or not self.ticks.is_under_way:
-            return None
+    def _positions(self) -> torch.Tensor:
+        """The positions of the rows in their documents."""
         plans, microbatch = self._now()
         return plans.layouts[microbatch].position_ids(plans.index)
 
 
-def rotate_by_row(chunk: Any, positions: Callable[[], torch.Tensor | None]) -> None:
-    """Lets RoPE of a chunk of the model take the position of each row, where `positions` knows them.
+def rotate_by_row(chunk: Any, positions: Callable[[], torch.Tensor | None]) -> list[RemovableHandle]:
+    """Lets RoPE of a chunk of the model take the position of each row, where `positions` knows them, until the returned
+    hooks are removed.
 
     By itself Megatron counts from the first row of a segment. The packed sequence parameters must have one segment.
     """
@@ -200,9 +200,11 @@ def rotate_by_row(chunk: Any, positions: Callable[[], torch.Tensor | None]) -> N
         frequencies = frequencies[rows.to(frequencies.device)]
         return (frequencies, *others) if others else frequencies
 
-    for module in chunk.modules():
-        if getattr(module, "position_embedding_type", None) in ("rope", "yarn"):
-            module.rotary_pos_emb.register_forward_hook(of_rows)
+    return [
+        module.rotary_pos_emb.register_forward_hook(of_rows)
+        for module in chunk.modules()
+        if getattr(module, "position_embedding_type", None) in ("rope", "yarn")
+    ]
 
 
 def _first_tensor_ranks(context: Context) -> list[int]:

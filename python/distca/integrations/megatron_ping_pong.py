@@ -69,13 +69,16 @@ def in_halves(chunks: list[Any], ticks: Ticks) -> Iterator[None]:
         with refusals_told(ticks.context):
             for chunk in chunks:
                 blocks += _blocks_of(chunk)
+    own = [vars(block).get("forward") for block in blocks]  # what somebody has put on the block itself
     try:
         for block in blocks:
             block.forward = functools.partial(_forward, block, block.forward, ticks)
         yield
     finally:
-        for block in blocks:
-            block.__dict__.pop("forward", None)
+        for block, before in zip(blocks, own, strict=True):
+            vars(block).pop("forward", None)
+            if before is not None:
+                block.forward = before
 
 
 def _blocks_of(chunk: Any) -> list[Any]:
@@ -93,7 +96,8 @@ def _blocks_of(chunk: Any) -> list[Any]:
 
 def _refuse_compiled_layers(block: Any) -> None:
     for name, module in block.named_modules():
-        if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
+        is_compiled = isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
+        if is_compiled or hasattr(module.forward, "_torchdynamo_orig_callable"):
             raise InvalidArgumentError(
                 f"ping-pong: {name} ({type(module).__name__}) is compiled, and compiled code cannot give the turn to "
                 "the other half inside of a tick; leave out torch.compile, or ping_pong=True"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,10 @@ class DataWithTicks(Iterator[Any]):
     @abstractmethod
     def begin(self) -> Ticks:
         """The ticks of the next iteration. Raises StopIteration at the end of the data."""
+
+    @abstractmethod
+    def positioned(self, chunks: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+        """In `with`, these chunks of the model know the positions of the rows of a micro-batch."""
 
 
 def tick_schedule(
@@ -111,7 +115,7 @@ def tick_schedule(
         )
 
     try:
-        with in_halves(chunks, ticks):
+        with batches.positioned(chunks), in_halves(chunks, ticks):
             kept, tokens = iteration.run(forward)
     except Exception as error:
         if not isinstance(error, DistcaError):
@@ -159,8 +163,8 @@ class _Iteration:
         sync = _GradientSync(self.config, len(self.chunks), self.ticks.plans.stage)
         if table.has_backward and table.chunks > 1 and self.config.param_sync_func is not None:
             _begin_gathering(self.config.param_sync_func, self.chunks)
-        with sync:
-            for tick in self.ticks:
+        with sync, contextlib.closing(iter(self.ticks)) as ticks:
+            for tick in ticks:
                 work, made = tick.work, None
                 if work is None:
                     tick.serve()

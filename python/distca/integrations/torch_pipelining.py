@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from operator import attrgetter
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from distca.arguments import check_type
 from distca.errors import DistcaError, InvalidArgumentError, refusals_told
-from distca.pipeline import CurrentTick, Ticks, TickTable
+from distca.pipeline import Ticks, TickTable
 
 #: All that PyTorch does not promise to keep, but for the attributes in `_order` and `_shapes`.
 _PRIVATE = (
@@ -66,7 +67,6 @@ class ScheduleTicks(_Runtime):  # type: ignore[misc, valid-type]
         self._distca_stages, self._microbatches, self._trains = list(stages), n_microbatches, loss_fn is not None
         self._processes = dist.get_process_group_ranks(stages[0].group)
         self._ticks: Ticks | None = None
-        self._iteration: Iterator[CurrentTick] = iter(())
         self._table: list[Any] = []
         self._agreed = False
         self.register_custom_function(_TICK, self._tick)
@@ -97,11 +97,12 @@ class ScheduleTicks(_Runtime):  # type: ignore[misc, valid-type]
         check_type("ScheduleTicks", "ticks", ticks, Ticks, "distca.pipeline.Ticks(plans)")
         with refusals_told(ticks.context):
             self._check(self._problem(ticks, backward))
-        self._ticks, self._iteration = ticks, iter(ticks)
+        self._ticks = ticks
         self._order(ticks.plans.table)
         try:
-            result = super().step(*args, **kwargs)
-            next(self._iteration, None)  # the last tick is over
+            with closing(iter(ticks)) as self._iteration:
+                result = super().step(*args, **kwargs)
+                next(self._iteration, None)  # the last tick is over
         except Exception as error:
             if isinstance(error.__cause__, DistcaError):  # PyTorch makes errors of stages RuntimeErrors
                 raise error.__cause__ from None

@@ -10,7 +10,7 @@ torchrun ... -m torchtitan.train --module your_module --config llama3_8b_distca
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from torchtitan.trainer import Trainer
 import distca
 from distca.integrations import torchtitan
 from distca.integrations.torchtitan_config import derive, refuse
+
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -83,11 +85,11 @@ def with_distca(config: Trainer.Config, **options: Any) -> DistcaTrainer.Config:
 
     Args:
         config: the job's configuration. Its model has varlen attention. Its trainer is torchtitan's own, or derived
-            from DistcaTrainer.
-        options: those of `DistcaConfig`.
+            from DistcaTrainer. It stays as it is.
+        options: those of `DistcaConfig`. The others are those of the configuration, if it has them.
 
     Raises:
-        InvalidArgumentError: the job uses what is not supported yet.
+        InvalidArgumentError: the job uses what is not supported yet, or an option is wrong.
     """
     owner = type(config)._owner
     if owner is not Trainer and not issubclass(owner, DistcaTrainer):
@@ -95,11 +97,19 @@ def with_distca(config: Trainer.Config, **options: Any) -> DistcaTrainer.Config:
             f"the job's trainer is {owner.__module__}.{owner.__qualname__}, in whose place DistcaTrainer would come: "
             "derive it and its Config from DistcaTrainer and DistcaTrainer.Config"
         )
-    names = (torchtitan.use_distca, torchtitan.save_distca)
-    config.override.imports += [f"{torchtitan.__name__}.{name.__name__}" for name in names]
-    config.training.disable_cuda_graphs = True
-    kind = type(config) if isinstance(config, DistcaTrainer.Config) else DistcaTrainer.Config
-    made = derive(config, kind, distca=DistcaConfig(**options))
+    imports = list(config.override.imports)
+    named = [each if isinstance(each, str) else each[0] for each in imports]  # others have keyword arguments
+    for function in (torchtitan.use_distca, torchtitan.save_distca):
+        name = f"{torchtitan.__name__}.{function.__name__}"
+        imports += [name] if name not in named else []
+    has_options = isinstance(config, DistcaTrainer.Config)
+    made = derive(
+        config,
+        type(config) if has_options else DistcaTrainer.Config,
+        distca=replace(config.distca if has_options else DistcaConfig(), **options),
+        override=replace(config.override, imports=imports),
+        training=replace(config.training, disable_cuda_graphs=True),
+    )
     _check_supported(made)
     return made
 
@@ -114,4 +124,8 @@ def _check_supported(config: DistcaTrainer.Config) -> None:
     }
     if found := [name for name, used in refused.items() if used]:
         refuse(f"not supported with distca yet: {'; '.join(found)}")
+    options = config.distca
+    for name, allowed in (("dtype", _DTYPES), ("reduce_dtype", ("float32", options.dtype))):
+        if (found := getattr(options, name)) not in allowed:
+            refuse(f"distca.{name} is {found!r}; {', '.join(dict.fromkeys(allowed))} are allowed")
     torchtitan.heads_of(config.model_spec.model)

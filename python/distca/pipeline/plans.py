@@ -274,7 +274,8 @@ def checked_stages(function: str, stages: Any) -> list[list[int]]:
     if not stages:
         raise InvalidArgumentError(f"{function}: no stages")
     ranks = [rank for of_stage in stages for rank in of_stage]
-    if sorted(ranks) != list(range(len(ranks))) or len({len(of_stage) for of_stage in stages}) != 1:
+    are_whole = all(is_whole(rank, 0) for rank in ranks)
+    if not are_whole or sorted(ranks) != list(range(len(ranks))) or len({len(of_stage) for of_stage in stages}) != 1:
         raise InvalidArgumentError(
             f"{function}: stages = {stages}; each rank from 0 on once, and as many in every stage, are expected"
         )

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from distca.arguments import check_type
+from distca.arguments import check_flag, check_type
 from distca.context import Context
 from distca.errors import InvalidArgumentError, refusals_told
+from distca.inputs import as_numbers
 from distca.pipeline.current_tick import NEEDS_GRADIENT, CurrentTick
 from distca.pipeline.plans import PipelinePlans
 from distca.pipeline.recomputation import groups_of_stages
 from distca.pipeline.tick_plan import TickPlan
 from distca.pipeline.tick_table import Work
+from distca.planner.scores import Scores
 from distca.registry import find_context
 
 
@@ -96,26 +99,31 @@ class Ticks:
         if unknown := options.keys() - self.options.keys():
             raise InvalidArgumentError(f"Ticks: unknown {sorted(unknown)}; {list(self.options)} are options of layers")
         self.options |= options
+        scale, softcap = as_numbers(self.options["scale"], self.options["softcap"])
+        Scores(scale=scale, softcap=softcap).check("Ticks")
+        self.options |= {"scale": scale, "softcap": softcap}
+        flags = {name: self.options[name] for name in ("deterministic", "max_logits")}
+        for name, value in (flags | {"save_attention": save_attention}).items():
+            check_flag("Ticks", name, value)
         self.groups = groups_of_stages("Ticks", recompute, plans.layers)
         self.save_attention = save_attention
         self.plan = TickPlan(self)
         self.times: list[TickTime] = []
         self._current: CurrentTick | None = None
 
-    def __iter__(self) -> Iterator[CurrentTick]:
-        for number in range(len(self.plans.table)):
-            begin = time.monotonic()
-            tick = self._current = CurrentTick(self, number)
-            yield tick
-            tick.check_complete()
-            end = time.monotonic()
-            self.times.append(TickTime(tick.phase, tick.work, begin, tick.computed or end, end))
-        self._current = None
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether an iteration is under way."""
-        return self._current is not None
+    def __iter__(self) -> Generator[CurrentTick]:
+        tick = None
+        try:
+            for number in range(len(self.plans.table)):
+                begin = time.monotonic()
+                tick = self._current = CurrentTick(self, number)
+                yield tick
+                tick.check_complete()
+                end = time.monotonic()
+                self.times.append(TickTime(tick.phase, tick.work, begin, tick.computed or end, end))
+        finally:
+            if self._current is tick:  # a loop that was left may be closed when another one is under way
+                self._current = None
 
     @property
     def current(self) -> CurrentTick:
@@ -155,34 +163,35 @@ class Ticks:
         outputs: dict[Work, torch.Tensor] = {}
         gradients: dict[Work, torch.Tensor] = {}
         losses: dict[int, torch.Tensor] = {}
-        for tick in self:
-            work, made = tick.work, None
-            if work is None:
-                tick.serve()
-            elif tick.phase == "forward":
-                output = stage(work, inputs.get(work) if table.has_backward else inputs.pop(work, None))
-                if table.has_backward:
-                    if not output.requires_grad:
-                        with refusals_told(self.context):
-                            raise InvalidArgumentError(
-                                f"{tick.name}: the output of stage {self.plans.stage} needs no gradient. "
-                                f"{NEEDS_GRADIENT}"
-                            )
-                    outputs[work] = output
-                if table.position(self.plans.stage, work.chunk) == last:
-                    losses[work.microbatch] = output.detach()
+        with closing(iter(self)) as ticks:
+            for tick in ticks:
+                work, made = tick.work, None
+                if work is None:
+                    tick.serve()
+                elif tick.phase == "forward":
+                    output = stage(work, inputs.get(work) if table.has_backward else inputs.pop(work, None))
+                    if table.has_backward:
+                        if not output.requires_grad:
+                            with refusals_told(self.context):
+                                raise InvalidArgumentError(
+                                    f"{tick.name}: the output of stage {self.plans.stage} needs no gradient. "
+                                    f"{NEEDS_GRADIENT}"
+                                )
+                        outputs[work] = output
+                    if table.position(self.plans.stage, work.chunk) == last:
+                        losses[work.microbatch] = output.detach()
+                    else:
+                        made = output.detach()
                 else:
-                    made = output.detach()
-            else:
-                torch.autograd.backward(outputs.pop(work), gradients.pop(work, None))
-                taken = inputs.pop(work, None)
-                made = None if taken is None else taken.grad
-            received = tick.hand_over(made, like=like, group=group)
-            if received is None:
-                continue
-            to, tensor = received
-            if tick.phase == "forward":
-                inputs[to] = tensor.requires_grad_(table.has_backward)
-            else:
-                gradients[to] = tensor
+                    torch.autograd.backward(outputs.pop(work), gradients.pop(work, None))
+                    taken = inputs.pop(work, None)
+                    made = None if taken is None else taken.grad
+                received = tick.hand_over(made, like=like, group=group)
+                if received is None:
+                    continue
+                to, tensor = received
+                if tick.phase == "forward":
+                    inputs[to] = tensor.requires_grad_(table.has_backward)
+                else:
+                    gradients[to] = tensor
         return [losses[microbatch] for microbatch in sorted(losses)]

@@ -13,11 +13,14 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch.distributed.checkpoint.api import CheckpointException
 
 from distca.errors import DistcaError, InvalidArgumentError
 
 _STATE = "run.json"
 _FOLDER = re.compile(r"step-(\d+)")
+#: Megatron and PyTorch raise many kinds. PyTorch's own has what the ranks have raised, and is no Exception.
+_FAILURES = (Exception, CheckpointException)
 
 
 @dataclass(frozen=True)
@@ -52,13 +55,19 @@ def save(run_dir: Path, state: State, chunks: list[Any], optimizer: Any, *, keep
     """Writes a checkpoint, and removes those before the last `keep`. It is collective.
 
     What says that it is whole is written last.
+
+    Raises:
+        DistcaError: it could not be written.
     """
     folder = run_dir / f"step-{state.step}"
     _on_first(lambda: _begin(folder))
     # What writes and what takes the results are this process. Megatron would start another one for their queue, which
     # outlives a process that is killed.
     filesystem_async._results_queue = queue.SimpleQueue()
-    dist_checkpointing.save(sharded_state(chunks, optimizer, is_loading=False), str(folder))
+    try:
+        dist_checkpointing.save(sharded_state(chunks, optimizer, is_loading=False), str(folder))
+    except _FAILURES as error:
+        raise DistcaError(f"could not write the checkpoint {folder}: {_why(error)}") from error
     _on_first(lambda: _finish(run_dir, folder, state, keep))
 
 
@@ -107,9 +116,8 @@ def load(folder: Path, chunks: list[Any], optimizer: Any, *, documents: int, fix
         for number, chunk in enumerate(chunks):
             chunk.module.load_state_dict(loaded[f"model{number}"])
         optimizer.load_state_dict(loaded["optimizer"])
-    except Exception as error:  # Megatron and PyTorch raise many kinds
-        why = " ".join(str(error).split())[:300] or type(error).__name__
-        raise DistcaError(f"the checkpoint {folder} cannot be read: {why}") from error
+    except _FAILURES as error:
+        raise DistcaError(f"the checkpoint {folder} cannot be read: {_why(error)}") from error
     return state
 
 
@@ -135,8 +143,15 @@ def _on_first(act: Any) -> None:
     if dist.get_rank() == 0:
         try:
             act()
-        except OSError as error:
-            told = [f"{error.strerror or error}: {error.filename}"]
+        except Exception as error:
+            told = [_why(error)]
     dist.broadcast_object_list(told, src=0)
     if told[0] is not None:
         raise DistcaError(f"could not write a checkpoint: {told[0]}")
+
+
+def _why(error: BaseException) -> str:
+    """What went wrong, in a line: of PyTorch's error what the first of the ranks that failed has raised."""
+    if isinstance(error, CheckpointException):
+        error, _ = error.failures[min(error.failures)]
+    return " ".join(str(error).split())[:300] or type(error).__name__

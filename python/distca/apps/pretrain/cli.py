@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-import json
 import os
+import shutil
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from distca.apps.common import memory_log
 from distca.apps.common.options import INTERRUPTED, exit_code, interrupt_on_sigterm
 from distca.apps.common.ranks import start_ranks
+from distca.apps.common.run_lock import LOCK, locked
 from distca.apps.pretrain.options import Options, parse
 from distca.apps.pretrain.shapes import shape_of
 from distca.connect.launch import RankError
@@ -104,10 +106,10 @@ def _with_own_ranks(options: Options) -> int:
     world_size = options.ranks or max(2, options.tp_size * options.pp_size * options.cp_size)
     resolved = options.resolved(cuda=False, world_size=world_size)
     shape_of(resolved)
-    run_dir = _run_dir(resolved)
-    _say_first(resolved, world_size, cuda=False)
-    interrupt_on_sigterm()
-    stopped = start_ranks(_rank, resolved, run_dir, ranks=world_size, imports=["distca.apps.pretrain.train"])
+    with _run_folder(resolved) as run_dir:
+        _say_first(resolved, world_size, cuda=False)
+        interrupt_on_sigterm()
+        stopped = start_ranks(_rank, resolved, run_dir, ranks=world_size, imports=["distca.apps.pretrain.train"])
     return INTERRUPTED if stopped[0] else 0
 
 
@@ -127,12 +129,13 @@ def _as_rank(options: Options) -> int:
             # Slurm may show a task its own GPU alone.
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-        told: list[Any] = [_run_dir(resolved) if rank == 0 else None]
-        dist.broadcast_object_list(told, src=0)
-        if rank == 0:
-            _say_first(resolved, world_size, cuda)
-        _rank(resolved, told[0])
-        leave_process_group()
+        with _run_folder(resolved) if rank == 0 else contextlib.nullcontext() as run_dir:
+            told: list[Any] = [run_dir]
+            dist.broadcast_object_list(told, src=0)
+            if rank == 0:
+                _say_first(resolved, world_size, cuda)
+            _rank(resolved, told[0])
+            leave_process_group()
         return 0  # also if it was stopped: another exit code would make the launcher kill ranks that are still ending
     except BaseException as error:
         exit_now(_tell(error, rank))
@@ -155,14 +158,39 @@ def _rank(options: Options, run_dir: Path) -> bool:
     return train(options, run_dir)
 
 
-def _run_dir(options: Options) -> Path:
-    """The folder of the run, made if need be."""
-    run_dir = options.run_dir or LOGS / f"pretrain-{os.environ.get('SLURM_JOB_ID') or time.strftime('%Y%m%d-%H%M%S')}"
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "options.json").write_text(json.dumps(options.as_json(), indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise InvalidArgumentError(
-            f"--run-dir (RUN_DIR) is {run_dir}, where nothing can be written: {error}"
-        ) from error
-    return run_dir
+@contextlib.contextmanager
+def _run_folder(options: Options) -> Iterator[Path]:
+    """The folder of the run, made if need be and locked. A new one in which the run then writes nothing is removed."""
+    with contextlib.ExitStack() as stack:
+        try:
+            run_dir, is_new = _made(options)
+            stack.enter_context(locked(run_dir))
+        except OSError as error:
+            where = options.run_dir or LOGS
+            raise InvalidArgumentError(
+                f"--run-dir (RUN_DIR) is {where}, where nothing can be written: {error}"
+            ) from error
+        try:
+            yield run_dir
+        finally:
+            if is_new and [path.name for path in run_dir.iterdir()] == [LOCK]:
+                shutil.rmtree(run_dir)
+
+
+def _made(options: Options) -> tuple[Path, bool]:
+    """The folder of the run, and whether it is new."""
+    job = os.environ.get("SLURM_JOB_ID")
+    named = options.run_dir or (LOGS / f"pretrain-{job}" if job else None)
+    if named is not None:
+        is_new = not named.exists()
+        named.mkdir(parents=True, exist_ok=True)
+        return named, is_new
+    first = LOGS / time.strftime("pretrain-%Y%m%d-%H%M%S")
+    number, run_dir = 1, first
+    while True:
+        try:
+            run_dir.mkdir(parents=True)
+            return run_dir, True
+        except FileExistsError:  # of a run that began in the same second
+            number += 1
+            run_dir = first.with_name(f"{first.name}-{number}")

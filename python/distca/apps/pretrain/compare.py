@@ -21,7 +21,7 @@ from distca.apps.common.memory_log import resident
 from distca.apps.common.timing import alternate, median_ratio, spread
 from distca.apps.pretrain.log import Step
 from distca.apps.pretrain.options import Options
-from distca.apps.pretrain.run import Run
+from distca.apps.pretrain.run import Run, write_options
 from distca.apps.pretrain.ways import RESULT, WAYS
 from distca.trace.trace import Span, Trace
 
@@ -37,6 +37,7 @@ def compare(options: Options, run_dir: Path, *, cuda: bool) -> dict[str, Any]:
         for name, way in WAYS.items():
             run = Run(replace(options, **way.options), run_dir, cuda=cuda, name=name)
             ways[name] = _Way(stack.enter_context(closing(run)), cuda)
+        write_options(options, run_dir)
         times = dict(zip(WAYS, alternate(list(ways.values()), options.compare, timer=_seconds), strict=True))
         idle = {name: way.idle() for name, way in ways.items()}
     first = next(iter(WAYS))

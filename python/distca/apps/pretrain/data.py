@@ -52,6 +52,8 @@ def read_documents(options: Options) -> tuple[Corpus, Corpus | None, int]:
 
 def _random(lengths: list[int], scale: float, seed: int) -> Corpus:
     """Documents of random tokens with these lengths, in the list's order, as many as fit."""
+    if not lengths:
+        raise InvalidArgumentError("--lengths (LENGTHS) names an empty list; the length of a document is expected")
     ends = torch.tensor([max(1, round(length * scale)) for length in lengths]).cumsum(0)
     ends = ends[: max(1, int((ends <= _MOST_RANDOM).sum()))]
     tokens = torch.randint(BYTES, (int(ends[-1]),), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))

@@ -123,11 +123,16 @@ def _lines_until(path: Path, step: int) -> list[bytes]:
     """The lines up to a step, of a log that may have been cut off by a kill.
 
     Raises:
-        InvalidArgumentError: a line is damaged.
+        InvalidArgumentError: a line is damaged, or the file cannot be read.
     """
-    if not path.exists():
+    try:
+        *whole, _ = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
         return []
-    *whole, _ = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"{path} cannot be read: {error.strerror}; move it away, or name another --run-dir (RUN_DIR)"
+        ) from None
     kept = []
     for number, line in enumerate(whole, 1):
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from distca.apps.common import memory_log
 from distca.apps.common.corpus import Corpus
+from distca.apps.common.files import writing
 from distca.apps.common.memory_log import MemoryLog
 from distca.apps.common.stopping import StopRequest
 from distca.apps.pretrain import checkpoints, context_parallel
@@ -106,6 +108,7 @@ class Run:
     def all_steps(self, stop: StopRequest) -> bool:
         """Takes all steps that are left. Returns whether it was stopped before the last one."""
         options = self._options
+        write_options(options, self._run_dir)
         peak = peak_flops(torch.cuda.get_device_name()) if self._cuda else None
         log = RunLog(
             self._run_dir if dist.get_rank() == 0 else None,
@@ -251,7 +254,6 @@ class Run:
             num_microbatches=options.micro_batches,
             forward_only=forward_only,
             segments=(lambda batch: batch["segments"].tolist()) if options.cp_size > 1 else None,
-            model=self._chunks,
             tolerance=options.tolerance,
             reduce_dtype=getattr(torch, options.attention_reduce_dtype),
             balance=options.balance,
@@ -294,6 +296,14 @@ class Run:
         return {name.upper(): getattr(options, name) for name in names} | {
             "MICRO_BATCHES times the data ranks": options.micro_batches * parallel_state.get_data_parallel_world_size()
         }
+
+
+def write_options(options: Options, run_dir: Path) -> None:
+    """Writes the options of a run that begins, on rank 0."""
+    file = run_dir / "options.json"
+    if dist.get_rank() == 0:
+        with writing(file):
+            file.write_text(json.dumps(options.as_json(), indent=2) + "\n", encoding="utf-8")
 
 
 def _due(number: int, every: int) -> bool:

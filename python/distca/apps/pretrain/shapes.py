@@ -53,6 +53,8 @@ class Shape:
         return dense + 12.0 * self.layers * width * float((positions.double() + 1).sum())
 
 
+#: What Megatron's RoPE of Llama 3.1 has besides its factor.
+_LLAMA3_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 #: The sources are the config.json files of the released models of these names: Llama 3.1 8B, CodeLlama 34B, Qwen3 8B.
 SHAPES = {
     "tiny": Shape(4, 128, 256, 8, 4, 16, None, 10000.0),
@@ -100,9 +102,12 @@ def _read(path: Path) -> Shape:
         if found.get("hidden_act", "silu") != "silu":
             raise ValueError(f"hidden_act is {found['hidden_act']!r}; silu is allowed")
         rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
-        kind = rope.get("rope_type", "default")
+        kind = rope.get("rope_type") or rope.get("type") or "default"  # the latter in older versions of transformers
         if kind not in ("default", "llama3"):
             raise ValueError(f"rope_type is {kind!r}; default and llama3 are allowed")
+        for name, of_megatron in _LLAMA3_ROPE.items() if kind == "llama3" else ():
+            if float(rope[name]) != of_megatron:
+                raise ValueError(f"{name} is {rope[name]!r}, must be {of_megatron}, which is Megatron's")
         heads = int(found["num_attention_heads"])
         return Shape(
             layers=int(found["num_hidden_layers"]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -224,7 +224,7 @@ class _TrainingTicks(Ticks):
     watch: Watch
     part: PipelinedModel
 
-    def __iter__(self) -> Iterator[CurrentTick]:
+    def __iter__(self) -> Generator[CurrentTick]:
         last = len(self.plans.layouts) - 1
         for tick in super().__iter__():
             if self.part.config.fsdp and tick.work is not None and tick.phase == "backward":
