@@ -123,8 +123,8 @@ FAULTS = [
     Fault(
         "every stage ends with the norm",
         "python/distca/apps/train/stages.py",
-        "            setattr(base, norm_of(base), nn.Identity())\n",
-        "            pass\n",
+        "            setattr(base, norm_of(base), nn.Identity())\n        base.layers = nn.ModuleList(",
+        "            pass\n        base.layers = nn.ModuleList(",
         SPLIT,
     ),
     Fault(
