@@ -133,6 +133,23 @@ def test_an_exported_model_is_that_of_the_last_checkpoint(
     assert "distca" not in json.dumps(config) and config["architectures"] == ["Gemma3ForCausalLM"]
 
 
+def test_an_export_leaves_what_lies_beside_it_alone_and_goes_to_the_folder_that_a_link_names(
+    runs: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "new.partial").mkdir()
+    (tmp_path / "new.partial" / "file").write_text("of the user")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    assert main(["export", str(runs / "ddp"), str(tmp_path / "new")]) == 0
+    assert main(["export", str(runs / "ddp"), str(tmp_path / "link")]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "link", "new", "new.partial"]
+    assert (tmp_path / "new.partial" / "file").read_text() == "of the user"
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == sorted(
+        path.name for path in (tmp_path / "empty").iterdir()
+    )
+    assert (tmp_path / "new").stat().st_mode == (tmp_path / "new.partial").stat().st_mode
+
+
 def test_a_resumed_run_exports_only_where_it_is_told_again(runs: Path, tmp_path: Path) -> None:
     assert resumed_config(runs / "ddp", {"steps": 3}).export is None
     assert resumed_config(runs / "ddp", {"steps": 3, "export": tmp_path / "new"}).export == tmp_path / "new"

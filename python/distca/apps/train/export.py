@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -66,15 +66,16 @@ def _without_weights(shape: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _write(folder: Path, shape: PreTrainedConfig, state: dict[str, Any], tokenizer: Tokenizer | None) -> None:
-    """Writes all or nothing: a kill leaves only a folder of another name."""
+    """Writes all or nothing: a kill leaves only a new folder of another name beside it."""
     model = _without_weights(shape)
     model.load_state_dict(state, assign=True)
     model.tie_weights()
-    partial = folder.with_name(folder.name + ".partial")
     with writing(folder):
-        if partial.exists():
-            shutil.rmtree(partial)
-        model.save_pretrained(partial)
-        if tokenizer is not None:
-            tokenizer.save(partial)
-        partial.rename(folder)
+        final = folder.resolve()
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f"{final.name}.", dir=final.parent) as beside:
+            partial = Path(beside, "partial")
+            model.save_pretrained(partial)
+            if tokenizer is not None:
+                tokenizer.save(partial)
+            partial.rename(final)
