@@ -125,6 +125,18 @@ def test_what_a_killed_process_left_is_made_anew_and_nothing_half_made_stays(fol
     assert cache.stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.parametrize("left", [b"", b"0" * 63, b"\xff" * 64], ids=["nothing", "a part", "noise"])
+def test_a_digest_that_a_loss_of_power_cut_short_stands_for_no_corpus(left: bytes, folder: Path, cache: Path) -> None:
+    (folder.parent / "other").mkdir()
+    (folder.parent / "other" / "0.txt").write_text("another text")
+    for data in (folder, folder.parent / "other"):
+        read_corpus(data, 1.0)
+    for file in cache.glob("*.content"):
+        file.write_bytes(left)
+    assert contents_of(read_corpus(folder, 1.0))[0] == list(b"one two three four")
+    assert contents_of(read_corpus(folder.parent / "other", 1.0)) == [list(b"another text")]
+
+
 @pytest.mark.parametrize(
     "damage",
     [

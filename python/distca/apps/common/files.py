@@ -1,4 +1,4 @@
-"""Errors for files of a run that cannot be written, or that are not as a run leaves them: one sentence each."""
+"""Files of a run: their way to the disk, and one sentence for each that cannot be written or is not as it was left."""
 
 from __future__ import annotations
 
@@ -51,3 +51,18 @@ def read_object(path: Path, what_to_do: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds a {type(content).__name__}, must hold an object; {what_to_do}")
     return content
+
+
+def sync(path: Path) -> None:
+    """Waits until the file's contents, or the names of a folder's files, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until the folder and all files in it are on the disk."""
+    for path in [*folder.iterdir(), folder]:
+        sync(path)
