@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -54,6 +56,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         },
     },
 }
+
+_MISTAKES = (OSError, ValueError, KeyError, TypeError, ArithmeticError, StrictDataclassError)
+"""What transformers raises for a configuration that is none of its own."""
 
 
 def build_model(config: TrainConfig, vocabulary: int) -> PreTrainedModel:
@@ -105,7 +110,7 @@ def with_weights(
     config: TrainConfig,
     shape: PreTrainedConfig,
     checkpoint: Path | None,
-    cut: Callable[[PreTrainedModel], None] = lambda model: None,
+    cut: Callable[[PreTrainedModel], None] | None = None,
 ) -> PreTrainedModel:
     """The model in training mode, with random weights or those of a checkpoint.
 
@@ -116,7 +121,7 @@ def with_weights(
         cut: drops parts of the model that this process does not need. Their weights are neither made nor loaded.
 
     Raises:
-        ConfigError: transformers cannot make the model.
+        ConfigError: transformers cannot make the model, or the checkpoint lacks weights of it.
     """
     if dist.get_rank() != 0 or not sys.stderr.isatty():
         transformers.logging.disable_progress_bar()
@@ -126,7 +131,9 @@ def with_weights(
         class Part(kind):  # type: ignore[misc, valid-type]
             def __init__(self, config: PreTrainedConfig) -> None:
                 super().__init__(config)
-                cut(self)
+                if cut is not None:
+                    cut(self)
+                    self._keys_to_ignore_on_load_unexpected = {""}  # all of them: the other parts have these weights
 
         Part.__name__ = kind.__name__
         model: PreTrainedModel
@@ -135,7 +142,16 @@ def with_weights(
                 model = Part._from_config(shape, attn_implementation=hf.NAME)
             make_weights(model, config.seed)
         else:
-            model = Part.from_pretrained(checkpoint, config=shape, attn_implementation=hf.NAME, local_files_only=True)
+            model, found = Part.from_pretrained(
+                checkpoint,
+                config=shape,
+                dtype=config.weights_dtype,
+                attn_implementation=hf.NAME,
+                local_files_only=True,
+                ignore_mismatched_sizes=True,  # they are told below
+                output_loading_info=True,
+            )
+            _check_loaded(config, found)
             torch.manual_seed(config.seed)
     return _for_training(model, config)
 
@@ -146,6 +162,20 @@ def _for_training(model: PreTrainedModel, config: TrainConfig) -> PreTrainedMode
     return model.train()
 
 
+def _check_loaded(config: TrainConfig, found: dict[str, Any]) -> None:
+    """Raises ConfigError if transformers has made weights at random that the checkpoint should have."""
+    others = [
+        f"{name}, of shape {tuple(saved)} instead of {tuple(made)}" for name, saved, made in found["mismatched_keys"]
+    ]
+    for what, names in (("lacks weights", found["missing_keys"]), ("has weights of other shapes", others)):
+        if names:
+            first, *more = sorted(names)
+            and_more = f" and {len(more)} more" if more else ""
+            raise ConfigError(
+                f"--model is {config.model}, whose checkpoint {what}: {first}{and_more}; restore its files"
+            )
+
+
 @contextmanager
 def _mistakes_told(config: TrainConfig) -> Iterator[None]:
     """Raises ConfigError for what transformers cannot make."""
@@ -153,10 +183,18 @@ def _mistakes_told(config: TrainConfig) -> Iterator[None]:
         yield
     except InvalidArgumentError as error:
         raise ConfigError(f"--model is {config.model}: {error}") from error
-    except (OSError, ValueError, KeyError) as error:
+    except SafetensorError as error:
         raise ConfigError(
-            f"--model is {config.model}, which is not a language model of transformers: {error}"
+            f"--model is {config.model}, whose weights are damaged: {error}; restore its files"
         ) from error
+    except _MISTAKES as error:
+        raise ConfigError(
+            f"--model is {config.model}, which is not a language model of transformers: {_one_line(error)}"
+        ) from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _takes_weights(config: TrainConfig) -> bool:
@@ -174,6 +212,12 @@ def model_config(config: TrainConfig, vocabulary: int) -> tuple[PreTrainedConfig
     else:
         shape, checkpoint = _read_config(config.model)
     text = shape.get_text_config()
+    if not hasattr(text, "vocab_size"):
+        raise ConfigError(f"--model is {config.model}, a {shape.model_type}, which is not a language model")
+    if text.num_hidden_layers < 1:
+        raise ConfigError(
+            f"--model is {config.model}, whose num_hidden_layers is {text.num_hidden_layers}, must be at least 1"
+        )
     if config.model is not None and config.layers is not None:
         _keep_layers(text, config.layers)
     if vocabulary > text.vocab_size:
@@ -222,8 +266,10 @@ def _read_config(model: str) -> tuple[PreTrainedConfig, Path | None]:
         )
     try:
         shape = AutoConfig.from_pretrained(str(file), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"--model is {model}, whose config.json transformers cannot read: {error}") from error
+    except _MISTAKES as error:
+        raise ConfigError(
+            f"--model is {model}, whose config.json transformers cannot read: {_one_line(error)}"
+        ) from error
     return shape, path if path.is_dir() and any(path.glob("*.safetensors")) else None
 
 
