@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import re
@@ -92,6 +93,25 @@ def test_the_last_line_of_an_interrupted_run_is_its_last_step(
         for step in range(3):
             progress.step(_metrics(step), interrupted=step == 2)
     assert re.findall(r"step (\d+)/40", err.getvalue()) == ["1", "3"]
+
+
+@pytest.mark.parametrize(("bar", "number"), [(False, errno.ENOSPC), (False, errno.EPIPE), (True, errno.EIO)])
+def test_what_cannot_be_shown_ends_no_run(
+    bar: bool, number: int, monkeypatch: pytest.MonkeyPatch, logger: logging.Logger
+) -> None:
+    class Gone(io.StringIO):
+        def isatty(self) -> bool:
+            return bar
+
+        def write(self, text: str) -> int:
+            raise OSError(number, "gone")
+
+    monkeypatch.setattr("sys.stderr", Gone())
+    log_to_stderr(rank=0)
+    with Progress(2, 0, shows=True) as progress:
+        logger.warning("a line")
+        for step in range(2):
+            progress.step(_metrics(step))
 
 
 def test_other_ranks_show_nothing_but_warnings(monkeypatch: pytest.MonkeyPatch, logger: logging.Logger) -> None:
