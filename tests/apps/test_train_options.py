@@ -8,6 +8,8 @@ import shutil
 import time
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from distca.apps.train.log import create_run_dir
 from distca.apps.train.metrics import StepMetrics, describe
 from distca.apps.train.report import draw_loss
 from distca.apps.train.resume import resumed_config
+from distca.apps.train.step import BALANCED, UNBALANCED, compared_step
 from distca.apps.train.trainer import train
 from support.once import made_once
 from support.ranks import launch
@@ -244,6 +247,28 @@ def test_a_comparison_puts_step_times_side_by_side_and_shows_that_the_steps_are_
     assert "(medians of 2 pairs), ratio " in describe(summary)
     assert "the same loss to 0.0e+00" in describe(summary)
     assert "unbalanced" not in metrics_in(runs / "plain")[0]
+
+
+def test_the_ways_of_a_comparison_draw_the_same_random_numbers_and_the_next_step_goes_on_after_the_balanced_way() -> (
+    None
+):
+    torch.manual_seed(3)
+    first, second, _ = torch.rand(3).tolist()
+
+    def way(num_draws: int) -> Any:
+        return SimpleNamespace(forward_backward=lambda trained, watch: (torch.rand(num_draws)[0], 1))
+
+    nothing = SimpleNamespace(step=lambda: None)
+    trained: Any = SimpleNamespace(
+        clip=lambda: None, total_norm=lambda: 1.0, optimizer=nothing, schedule=nothing, dtype=torch.float32
+    )
+    for order in [(UNBALANCED, way(2)), (BALANCED, way(1))], [(BALANCED, way(1)), (UNBALANCED, way(2))]:
+        torch.manual_seed(3)
+        with one_rank():
+            result = compared_step(trained, order, False, 0.0)
+        assert result.loss == pytest.approx(first) and result.unbalanced is not None
+        assert result.unbalanced.loss_difference == 0
+        assert torch.rand(1).item() == second
 
 
 def test_a_comparison_takes_no_balance() -> None:
