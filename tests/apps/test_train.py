@@ -200,6 +200,8 @@ def test_segments_of_a_batch_are_the_rows_of_its_tensors() -> None:
         ({"eval_steps": 0}, "--eval-steps is 0, must be at least 1"),
         ({"accumulate": 0}, "--accumulate is 0, must be at least 1"),
         ({"name": "a/b"}, "--name is a/b, must be the name of a folder"),
+        ({"name": "a\udcff"}, "--name is a\udcff, must be a path in UTF-8"),
+        ({"runs_dir": Path("a\udcff")}, "--runs-dir is a\udcff, must be a path in UTF-8"),
     ],
 )
 def test_a_wrong_option_names_its_value_and_what_is_allowed(options: dict, message: str) -> None:

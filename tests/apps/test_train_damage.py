@@ -45,6 +45,8 @@ DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
     ("config.json", Path.unlink, "must be the folder of a run"),
     ("metrics.jsonl", lambda path: path.write_text("nonsense\n"), "line 1, is not a step of a run"),
     ("metrics.jsonl", lambda path: path.write_text('{"step": 1}\n'), "line 1, is not a step of a run"),
+    ("metrics.jsonl", lambda path: path.write_text('{"step": 1, "loss": NaN}\n'), "run (loss is not a finite number)"),
+    ("metrics.jsonl", lambda path: path.write_text('{"unbalanced": [1]}\n'), "line 1, is not a step of a run"),
     (f"{LAST}/state.json", _cut_off, "bytes, must have"),
     (f"{LAST}/state.json", _known_to_the_manifest(_cut_off), "is not JSON"),
     (f"{LAST}/state.json", _known_to_the_manifest(lambda path: path.write_text('{"step": "x"}')),

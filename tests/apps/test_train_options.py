@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import platform
 import re
 import shutil
@@ -29,10 +30,11 @@ from distca.apps.train.report import draw_loss
 from distca.apps.train.resume import resumed_config
 from distca.apps.train.step import BALANCED, UNBALANCED, compared_step
 from distca.apps.train.trainer import train
+from distca.errors import DistcaError
 from support.once import made_once
 from support.ranks import launch
 from support.torch_features import PING_PONG_TAKES_FSDP
-from support.train_runs import metrics_in, one_rank
+from support.train_runs import metrics_in, one_rank, without_pictures
 
 SMALL = TrainConfig(steps=3, tokens_per_rank=192, hidden=32, layers=2, lr=0.01)
 RUNS = {
@@ -277,6 +279,26 @@ def test_a_comparison_takes_no_balance() -> None:
 
 
 # ---- what a run leaves ----
+
+
+def test_a_run_that_diverges_says_after_which_step_and_leaves_metrics_in_json(data: Path, tmp_path: Path) -> None:
+    config = replace(SMALL, ranks=1, data=data, lr=1e30, steps=20)
+    with one_rank(), pytest.raises(DistcaError, match="the loss is nan at step") as raised:
+        train(config, tmp_path)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line, parse_constant=pytest.fail)["loss"] is None for line in lines][-2:] == [False, True]
+    assert f"the loss is nan at step {len(lines)}: lower --lr" in str(raised.value)
+
+
+@without_pictures()
+def test_a_report_spells_out_what_of_a_path_is_not_utf8(data: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(data, tmp_path / os.fsdecode(b"d\xff"))
+    (tmp_path / "run").mkdir()
+    with one_rank():
+        train(replace(SMALL, ranks=1, data=folder, steps=1, trace=""), tmp_path / "run")
+    assert f"--data {tmp_path}/d\\udcff" in (tmp_path / "run" / "report.md").read_text().replace("'", "")
+    assert (tmp_path / "run" / "summary.json").is_file()
+    assert resumed_config(tmp_path / "run", {"steps": 2}).data == folder
 
 
 def test_a_run_leaves_a_report_with_a_picture_of_the_loads_and_events(runs: Path) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import logging
+import math
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from distca.apps.train.config import TrainConfig
-from distca.apps.train.metrics import StepMetrics, describe, summarise
+from distca.apps.train.metrics import Compared, StepMetrics, describe, summarise
 from distca.apps.train.progress import LOG_SECONDS, Progress, log_to_stderr
 from distca.apps.train.report import options_in_full
 
@@ -31,7 +34,7 @@ def logger() -> Iterator[logging.Logger]:
     log.setLevel(level)
 
 
-def _metrics(step: int, **changed: float) -> StepMetrics:
+def _metrics(step: int, **changed: Any) -> StepMetrics:
     figures = {"loss": 4.25, "tokens": 1000, "seconds": 0.5, "imbalance_before": 1.5, "imbalance_after": 1.02}
     return StepMetrics(step=step, bytes=0, plan_ms=0.1, **(figures | changed))
 
@@ -138,6 +141,22 @@ def test_the_losses_at_both_ends_of_a_short_run_share_no_step(losses: list[float
     summary = summarise([_metrics(number, loss=loss) for number, loss in enumerate(losses)])
     text = describe(summary | {"interrupted": False, "documents": 1, "files_skipped": 0, "run": "runs/a", "notes": []})
     assert f"loss       {said}\n" in text
+
+
+def test_an_evaluation_is_told_with_the_number_of_steps_before_it() -> None:
+    summary = summarise([_metrics(0), _metrics(1, eval_loss=3.5), _metrics(2)])
+    text = describe(summary | {"interrupted": False, "documents": 1, "files_skipped": 0, "run": "runs/a", "notes": []})
+    assert "evaluated  3.500 after step 2\n" in text
+
+
+def test_a_figure_that_is_not_finite_is_null_in_json_and_stays_null() -> None:
+    step = _metrics(0, grad_norm=math.inf, unbalanced=Compared(0.5, math.nan, 0.0))
+    written = json.loads(step.to_json(), parse_constant=pytest.fail)
+    assert (written["loss"], written["grad_norm"]) == (4.25, None)
+    assert written["unbalanced"] == {"seconds": 0.5, "loss_difference": None, "gradient_difference": 0.0}
+    again = StepMetrics.from_json(step.to_json())
+    assert again.loss == 4.25 and math.isnan(again.grad_norm) and math.isnan(again.unbalanced.loss_difference)
+    assert again.to_json() == step.to_json()
 
 
 def test_a_report_says_the_values_of_options_that_were_left_out() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +52,19 @@ def read_object(path: Path, what_to_do: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds a {type(content).__name__}, must hold an object; {what_to_do}")
     return content
+
+
+def as_json(content: Any, indent: int | None = None) -> str:
+    """The content as JSON. A number that is not finite is null, because JSON has no name for it."""
+    return json.dumps(_finite(content), indent=indent, allow_nan=False)
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def sync(path: Path) -> None:

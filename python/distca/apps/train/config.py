@@ -329,6 +329,11 @@ class TrainConfig:
         self._check_split()
         if not self.name or self.name in (".", "..") or "/" in self.name or "\0" in self.name:
             _fail(self, "name", "the name of a folder, without '/'")
+        for name in ("name", "runs_dir", "export"):
+            try:
+                str(getattr(self, name)).encode()
+            except UnicodeEncodeError:
+                _fail(self, name, "a path in UTF-8, which packages that write there need")
 
     def _check_split(self) -> None:
         if self.ranks % (self.pipeline * self.tensor):

@@ -105,7 +105,7 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
             log.step(metrics, loads)
             progress.step(metrics, interrupted=interrupted)
             if not math.isfinite(result.loss):
-                raise DistcaError(f"the loss is {result.loss} at step {step}: lower --lr (now {config.lr:g})")
+                raise DistcaError(f"the loss is {result.loss} at step {taken}: lower --lr (now {config.lr:g})")
             if interrupted or taken == config.steps or _due(taken, config.checkpoint_every):
                 checkpoints.save(trained, RunState(taken, ranks, corpus.fingerprint))
                 traces.skip()
