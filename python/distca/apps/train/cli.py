@@ -23,6 +23,7 @@ from distca.apps.train.config import OPTION_TYPES, TrainConfig, option_name
 from distca.apps.train.corpora import check_held_out, read_corpora
 from distca.apps.train.log import create_run_dir
 from distca.apps.train.metrics import describe
+from distca.apps.train.presets import PRESETS
 from distca.apps.train.resume import find_run, resumed_config
 from distca.connect.rank_process import exit_now, keep_freed_memory, leave_process_group
 from distca.errors import DistcaError
@@ -68,6 +69,10 @@ def add_command(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs the command and returns its exit code. Raises DistcaError for a mistake."""
     given = {option.name: getattr(options, option.name) for option in fields(TrainConfig) if option.name in options}
+    for name in given.keys() & {"data", "eval_data", "tokenizer"}:  # the run may be resumed from another folder
+        given[name] = given[name].absolute()
+    if "model" in given and given["model"] not in PRESETS and Path(given["model"]).exists():
+        given["model"] = str(Path(given["model"]).absolute())
     for name, variable in _BY_ENVIRONMENT.items():
         if name not in given and switched_on(variable):
             given[name] = True

@@ -28,34 +28,13 @@ from transformers import (
 
 from distca.apps.common.options import ConfigError
 from distca.apps.train.config import TrainConfig
+from distca.apps.train.presets import PRESETS
 from distca.apps.train.weights import MatricesOnMeta, make_weights
 from distca.checkpoint import save_core_attention
 from distca.errors import InvalidArgumentError
 from distca.integrations import hf
 from distca.pingpong.ping_pong import PingPong
 from distca.planner.layout import Layout
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "llama-8b": {  # the shape of Llama 3.1 8B
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 500000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    },
-}
 
 _MISTAKES = (OSError, ValueError, KeyError, TypeError, ArithmeticError, StrictDataclassError)
 """What transformers raises for a configuration that is none of its own."""
@@ -264,13 +243,17 @@ def _read_config(model: str) -> tuple[PreTrainedConfig, Path | None]:
             f"--model is {model}, must be one of {', '.join(PRESETS)}, a config.json, or a folder with one; nothing is "
             "downloaded: fetch a model first and give its folder"
         )
-    try:
-        shape = AutoConfig.from_pretrained(str(file), local_files_only=True)
-    except _MISTAKES as error:
-        raise ConfigError(
-            f"--model is {model}, whose config.json transformers cannot read: {_one_line(error)}"
-        ) from error
+    shape = read_config(file, f"--model is {model}")
     return shape, path if path.is_dir() and any(path.glob("*.safetensors")) else None
+
+
+def read_config(file: Path, what: str) -> PreTrainedConfig:
+    """The configuration in a config.json. Raises ConfigError, which begins with `what` it is of."""
+    try:
+        shape: PreTrainedConfig = AutoConfig.from_pretrained(str(file), local_files_only=True)
+    except _MISTAKES as error:
+        raise ConfigError(f"{what}, whose config.json transformers cannot read: {_one_line(error)}") from error
+    return shape
 
 
 def _keep_layers(shape: PreTrainedConfig, layers: int) -> None:

@@ -24,6 +24,7 @@ from distca.apps.train.corpora import check_held_out, read_corpora
 from distca.apps.train.data import Batches
 from distca.apps.train.data_parallel import DataParallel
 from distca.apps.train.evaluation import Evaluation
+from distca.apps.train.export import save_description
 from distca.apps.train.log import RunLog
 from distca.apps.train.metrics import StepMetrics
 from distca.apps.train.model import check_positions
@@ -72,6 +73,8 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
             way: opened.enter_context(run.steps(_batches(config, corpus, start, run), context, way)) for way in ways
         }
         progress = opened.enter_context(Progress(config.steps, start, shows=rank == 0))
+        if rank == 0:
+            save_description(run_dir, run.model.config, tokenizer)
         log = opened.enter_context(RunLog(config, run_dir if rank == 0 else None, corpus, start=start))
         log_file = run_dir / f"memory-rank{rank}.jsonl" if config.log_memory else None
         memory = opened.enter_context(MemoryLog(log_file, context))
@@ -113,7 +116,7 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
                 break
             since = time.perf_counter()
         if config.export is not None and not interrupted:
-            run.export(run_dir, config.export, tokenizer)
+            run.export(run_dir, config.export)
         with writing(run_dir):
             traces.write()
         more = run.report(run_dir, traces.everyone)
