@@ -91,7 +91,7 @@ class TrainConfig:
         default=None,
         metadata=_about(
             "what to train on: a folder of UTF-8 text files (one document each), a .jsonl file of objects with a "
-            "'text' or a folder of such files alone, or a .parquet file, a folder of them or a saved dataset with a "
+            "'text' or a folder with such files, or a .parquet file, a folder with them or a saved dataset with a "
             "column text or input_ids (default: the sources of Python's standard library)"
         ),
     )
