@@ -156,6 +156,8 @@ def test_a_trace_goes_to_a_file_that_is_given_too_whose_folder_must_exist(
     train = ["train", "--data", str(data), "--runs-dir", str(tmp_path / "runs")]
     assert main([*train, "--trace", str(tmp_path / "missing" / "t.json")]) == 2
     assert "t.json, must be a file in a folder that exists" in capsys.readouterr().err
+    assert main([*train, "--trace", str(tmp_path)]) == 2
+    assert f"--trace is {tmp_path}, must be a file in a folder that exists" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 
@@ -276,6 +278,11 @@ def test_the_ways_of_a_comparison_draw_the_same_random_numbers_and_the_next_step
 def test_a_comparison_takes_no_balance() -> None:
     with pytest.raises(ConfigError, match="--balance is off, must be left out with --compare"):
         TrainConfig(compare=True, balance="off")
+
+
+def test_a_trace_that_cannot_be_written_is_an_error_that_names_its_file(data: Path, tmp_path: Path) -> None:
+    with one_rank(), pytest.raises(DistcaError, match="could not write /dev/full: No space left on device"):
+        train(replace(SMALL, ranks=1, data=data, steps=1, trace="/dev/full"), tmp_path)
 
 
 # ---- what a run leaves ----

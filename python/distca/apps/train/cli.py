@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _check_inputs(config: TrainConfig) -> None:
     """Finds mistakes in data, model and tokenizer before anything is started."""
-    if config.trace and not Path(config.trace).parent.is_dir():
+    if config.trace and (not Path(config.trace).parent.is_dir() or Path(config.trace).is_dir()):
         raise ConfigError(f"--trace is {config.trace}, must be a file in a folder that exists")
     if config.export is not None and config.export.exists() and not _is_empty(config.export):
         raise ConfigError(f"--export is {config.export}, must be a new or empty folder")

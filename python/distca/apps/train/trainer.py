@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from distca.apps.common.corpus import Corpus
-from distca.apps.common.files import writing
 from distca.apps.common.memory_log import MemoryLog
 from distca.apps.common.sources import DataError
 from distca.apps.common.stopping import stop_request
@@ -117,8 +116,7 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
             since = time.perf_counter()
         if config.export is not None and not interrupted:
             run.export(run_dir, config.export)
-        with writing(run_dir):
-            traces.write()
+        traces.write()
         more = run.report(run_dir, traces.everyone)
         return log.finish(interrupted, context.attention, run.notes(), traces.everyone, more)
 
