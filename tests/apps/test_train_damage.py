@@ -42,6 +42,7 @@ DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
     ("config.json", _cut_off, "is not JSON"),
     ("config.json", lambda path: path.write_text("[1, 2]"), "holds a list, must hold an object"),
     ("config.json", lambda path: path.write_text('{"steps": "many"}'), "--steps is 'many', must be of type int"),
+    ("config.json", lambda path: path.write_text(f'{{"lr": 1{"0" * 400}}}'), "--lr is above the largest float"),
     ("config.json", Path.unlink, "must be the folder of a run"),
     ("metrics.jsonl", lambda path: path.write_text("nonsense\n"), "line 1, is not a step of a run"),
     ("metrics.jsonl", lambda path: path.write_text('{"step": 1}\n'), "line 1, is not a step of a run"),

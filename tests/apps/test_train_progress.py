@@ -143,6 +143,10 @@ def test_the_losses_at_both_ends_of_a_short_run_share_no_step(losses: list[float
     assert f"loss       {said}\n" in text
 
 
+def test_first_steps_without_a_target_have_no_loss_to_compare_with() -> None:
+    assert math.isnan(summarise([_metrics(0, loss=0.0), _metrics(1)])["loss_ratio"])
+
+
 def test_an_evaluation_is_told_with_the_number_of_steps_before_it() -> None:
     summary = summarise([_metrics(0), _metrics(1, eval_loss=3.5), _metrics(2)])
     text = describe(summary | {"interrupted": False, "documents": 1, "files_skipped": 0, "run": "runs/a", "notes": []})

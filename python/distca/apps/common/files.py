@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from distca.apps.common.options import ConfigError
-from distca.errors import DistcaError
+from distca.errors import DistcaError, InvalidArgumentError
 
 
 def why(error: OSError, path: Path) -> str:
@@ -39,6 +39,14 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DistcaError(f"could not write {path}: {why(error, path)}") from error
+
+
+def write_given(option: str, path: Path, text: str) -> None:
+    """Writes the file that an option names. Raises InvalidArgumentError, which names both, if it cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InvalidArgumentError(f"{option} {path} cannot be written: {error.strerror}") from error
 
 
 def read_object(path: Path, what_to_do: str) -> dict[str, Any]:

@@ -290,6 +290,8 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 _fail(self, name, "above 0 and finite")
+        if self.seed >= 2**64:
+            _fail(self, "seed", "below 2^64")
         if not 0 <= self.tolerance <= 1:
             _fail(self, "tolerance", "0 to 1")
         for option in fields(self):
@@ -456,7 +458,10 @@ class TrainConfig:
                 continue
             if type(value) not in _WRITTEN_AS[kind]:
                 raise ConfigError(f"{option_name(option.name)} is {value!r}, must be of type {kind.__name__}")
-            read[option.name] = Path(value) if kind is Path else value
+            try:
+                read[option.name] = kind(value)
+            except OverflowError as error:
+                raise ConfigError(f"{option_name(option.name)} is above the largest {kind.__name__}") from error
         return TrainConfig(**read)
 
 

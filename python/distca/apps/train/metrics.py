@@ -200,7 +200,7 @@ def summarise(steps: list[StepMetrics]) -> dict[str, Any]:
         "steps": num_steps,
         "loss_first": loss_first,
         "loss_last": loss_last,
-        "loss_ratio": loss_last / loss_first,
+        "loss_ratio": loss_last / loss_first if loss_first else math.nan,  # no target of the first steps: no loss
         "seconds": sum(step.seconds for step in steps),
         "tokens_per_second": sum(step.tokens for step in timed) / sum(step.seconds for step in timed),
         "imbalance_before": sum(step.imbalance_before for step in steps) / num_steps,
