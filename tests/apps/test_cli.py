@@ -1,8 +1,10 @@
 """The commands other than `distca train`: what they print and write, and how they report mistakes."""
 
+import errno
 import io
 import json
 import logging
+import os
 import re
 import sys
 from pathlib import Path
@@ -62,6 +64,23 @@ def test_a_name_that_the_terminal_cannot_show_is_told_all_the_same(
     monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(said, "ascii", write_through=True))
     assert main(["report", str(tmp_path / "na\u00efve\udcff")]) == 2
     assert b"na\\xefve\\udcff" in said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [(errno.EPIPE, 141, ""), (errno.ENOSPC, 1, "distca doctor: error: [Errno 28] No space left on device\n")],
+)
+def test_what_stdout_does_not_take_is_no_traceback(
+    number: int, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    monkeypatch.setattr("distca.apps.doctor.command.run", lambda options: 0)
+    assert main(["doctor"]) == code
+    assert capsys.readouterr().err == said
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:

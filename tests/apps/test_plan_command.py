@@ -301,6 +301,12 @@ def test_it_says_how_many_documents_exchange_rows_for_heads(
         (["--lengths", "{lengths}", *DRAW, "--servers", "4"], "servers = [4]; ranks from 0 to 3"),
         (["--lengths", "{lengths}", *DRAW, "--retain-bytes", "-1"], "retain_bytes = -1"),
         (["--lengths", "{lengths}", *DRAW, "--reduce-dtype", "fp16"], "reduce_dtype = torch.float16"),
+        (
+            ["--lengths", "{lengths}", *DRAW, "--json", "{folder}/no/x.json"],
+            "no/x.json cannot be written: No such file",
+        ),
+        (["--lengths", "{lengths}", *DRAW, "--json", "/dev/full"], "--json /dev/full cannot be written: No space left"),
+        (["--lengths", "{lengths}", "--ranks", "2147483648", "--tokens-per-rank", "2"], "1 to 2^20 are allowed"),
         (["--workload", "{lengths}"], '"documents"'),
         (["--workload", "{lengths}", "--ranks", "4"], "--ranks and --tokens-per-rank belong to --lengths"),
     ],

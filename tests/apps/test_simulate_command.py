@@ -88,6 +88,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
         ("[3000000000]", "document 0 has length 3000000000; 1 to 2^31 are allowed"),
         ('{"lengths": [5]}', "a list of lengths is expected, not dict"),
         ("lengths", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
     ],
 )
 def test_a_wrong_list_of_lengths_is_one_line_and_exit_code_2(

@@ -199,7 +199,10 @@ def test_segments_of_a_batch_are_the_rows_of_its_tensors() -> None:
         ({"eval_every": 5}, "--eval-every is 5, must be left out without --eval-data or --eval-fraction"),
         ({"eval_steps": 0}, "--eval-steps is 0, must be at least 1"),
         ({"accumulate": 0}, "--accumulate is 0, must be at least 1"),
+        ({"seed": 2**64}, "--seed is 18446744073709551616, must be below 2^64"),
         ({"name": "a/b"}, "--name is a/b, must be the name of a folder"),
+        ({"name": "a\udcff"}, "--name is a\udcff, must be a path in UTF-8"),
+        ({"runs_dir": Path("a\udcff")}, "--runs-dir is a\udcff, must be a path in UTF-8"),
     ],
 )
 def test_a_wrong_option_names_its_value_and_what_is_allowed(options: dict, message: str) -> None:

@@ -125,6 +125,18 @@ def test_what_a_killed_process_left_is_made_anew_and_nothing_half_made_stays(fol
     assert cache.stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.parametrize("left", [b"", b"0" * 63, b"\xff" * 64], ids=["nothing", "a part", "noise"])
+def test_a_digest_that_a_loss_of_power_cut_short_stands_for_no_corpus(left: bytes, folder: Path, cache: Path) -> None:
+    (folder.parent / "other").mkdir()
+    (folder.parent / "other" / "0.txt").write_text("another text")
+    for data in (folder, folder.parent / "other"):
+        read_corpus(data, 1.0)
+    for file in cache.glob("*.content"):
+        file.write_bytes(left)
+    assert contents_of(read_corpus(folder, 1.0))[0] == list(b"one two three four")
+    assert contents_of(read_corpus(folder.parent / "other", 1.0)) == [list(b"another text")]
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -171,9 +183,26 @@ def test_rows_of_parquet_and_of_a_saved_dataset_are_documents_and_tokens_are_tak
     datasets.Dataset.from_dict({"input_ids": [[1, -2]]}).to_parquet(tmp_path / "negative.parquet")
     with pytest.raises(DataError, match="a negative token, -2"):
         read_corpus(tmp_path / "negative.parquet", 1.0)
+    datasets.Dataset.from_dict({"input_ids": [1, 2]}).to_parquet(tmp_path / "numbers.parquet")
+    with pytest.raises(DataError, match="has a row whose input_ids is 1; a list of tokens is needed"):
+        read_corpus(tmp_path / "numbers.parquet", 1.0)
     (tmp_path / "broken.parquet").write_text("no table")
     with pytest.raises(DataError, match="cannot be read by the package datasets"):
         read_corpus(tmp_path / "broken.parquet", 1.0)
+
+
+def test_tables_of_a_folder_may_be_empty_and_must_have_the_same_columns(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    text = datasets.Features({"text": datasets.Value("string")})
+    datasets.Dataset.from_dict({"text": []}, features=text).to_parquet(tmp_path / "0.parquet")
+    with pytest.raises(DataError, match="holds no text: 0 rows"):
+        read_corpus(tmp_path, 1.0)
+    datasets.Dataset.from_dict({"text": ["one"]}).to_parquet(tmp_path / "1.parquet")
+    assert contents_of(read_corpus(tmp_path, 1.0)) == [list(b"one")]
+    datasets.Dataset.from_dict({"content": ["one"]}).to_parquet(tmp_path / "2.parquet")
+    with pytest.raises(DataError, match="cannot be read by the package datasets: .*column names don't match") as raised:
+        read_corpus(tmp_path, 1.0)
+    assert "\n" not in str(raised.value)
 
 
 def test_a_folder_of_json_lines_has_the_documents_of_its_lines(tmp_path: Path) -> None:
@@ -182,6 +211,7 @@ def test_a_folder_of_json_lines_has_the_documents_of_its_lines(tmp_path: Path) -
         (tmp_path / "data" / f"{name}.jsonl").write_text(
             "\n".join(json.dumps({"text": f"{name}{n}"}) for n in range(2))
         )
+    (tmp_path / "data" / "README.md").write_text("what these lines are")
     corpus = read_corpus(tmp_path / "data", 1.0)
     assert contents_of(corpus) == [list(text) for text in (b"a0", b"a1", b"b0", b"b1")] and corpus.unit == "lines"
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import torch.distributed as dist
 import transformers
@@ -19,6 +20,7 @@ from distca.apps.train.model import build_model, wrap
 from distca.apps.train.resume import resumed_config
 from distca.apps.train.trainer import train
 from support.ranks import launch
+from support.resumed_runs import in_this_process
 from support.train_runs import without_pictures
 
 TIED = {  # two kinds of layers, each with rotary frequencies of its own
@@ -133,6 +135,53 @@ def test_an_exported_model_is_that_of_the_last_checkpoint(
     assert "distca" not in json.dumps(config) and config["architectures"] == ["Gemma3ForCausalLM"]
 
 
+def test_an_export_reads_nothing_but_the_folder_of_the_run(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distca.apps.train.cli.start_ranks", in_this_process)
+    monkeypatch.setattr("distca.apps.common.options.signal.signal", lambda *_: None)
+    (tmp_path / "at home").mkdir()
+    monkeypatch.chdir(tmp_path / "at home")
+    shutil.copytree(files / "data", "data")
+    shutil.copytree(files / "checkpoint", "model")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, "text": 1}, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save("tokenizer.json")
+    given = ["--data", "data", "--tokenizer", "tokenizer.json", "--model", "model"]
+    with without_pictures():
+        assert main(["train", "--ranks", "1", "--steps", "1", "--tokens-per-rank", "128", *given]) == 0
+    config = json.loads(Path("runs/train/config.json").read_text())
+    here = tmp_path / "at home"
+    assert config["data"] == str(here / "data") and config["model"] == str(here / "model")
+    assert config["tokenizer"] == str(here / "tokenizer.json")
+    for name in ("data", "model"):
+        shutil.rmtree(name)
+    Path("tokenizer.json").unlink()
+    monkeypatch.chdir(tmp_path)
+    Path("at home/runs/train").rename("moved")
+    assert main(["export", "moved", "exported"]) == 0
+    exported = _weights(tmp_path / "exported")
+    assert exported.keys() == _weights(files / "checkpoint").keys()
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")("text").input_ids == [1]
+
+
+def test_an_export_leaves_what_lies_beside_it_alone_and_goes_to_the_folder_that_a_link_names(
+    runs: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "new.partial").mkdir()
+    (tmp_path / "new.partial" / "file").write_text("of the user")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    assert main(["export", str(runs / "ddp"), str(tmp_path / "new")]) == 0
+    assert main(["export", str(runs / "ddp"), str(tmp_path / "link")]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "link", "new", "new.partial"]
+    assert (tmp_path / "new.partial" / "file").read_text() == "of the user"
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == sorted(
+        path.name for path in (tmp_path / "empty").iterdir()
+    )
+    assert (tmp_path / "new").stat().st_mode == (tmp_path / "new.partial").stat().st_mode
+
+
 def test_a_resumed_run_exports_only_where_it_is_told_again(runs: Path, tmp_path: Path) -> None:
     assert resumed_config(runs / "ddp", {"steps": 3}).export is None
     assert resumed_config(runs / "ddp", {"steps": 3, "export": tmp_path / "new"}).export == tmp_path / "new"
@@ -157,4 +206,11 @@ def test_what_cannot_be_exported_is_an_error_that_says_why(
     shutil.rmtree(part.parent)
     assert main(["export", str(run), str(tmp_path / "new")]) == 2
     assert "has no finished checkpoint" in capsys.readouterr().err
+    other = shutil.copytree(runs / "ddp", tmp_path / "other")
+    (other / "model" / "config.json").write_text("[]")
+    assert main(["export", str(other), str(tmp_path / "new")]) == 2
+    assert f"the model of the run is {other / 'model'}, whose config.json" in capsys.readouterr().err
+    (other / "model" / "config.json").unlink()
+    assert main(["export", str(other), str(tmp_path / "new")]) == 2
+    assert f"{other / 'model'} has no config.json: restore the folder" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()

@@ -1,13 +1,16 @@
 """`distca train` with given models, tokenizers and JSON lines, all from local files."""
 
+import io
 import itertools
 import json
+import logging
 import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 import transformers
@@ -26,8 +29,9 @@ from distca.apps.train.cli import train_rank
 from distca.apps.train.config import TrainConfig
 from distca.apps.train.data import Batches
 from distca.apps.train.log import create_run_dir
-from distca.apps.train.model import build_model, check_positions, model_config, wrap
+from distca.apps.train.model import build_model, check_positions, model_config, with_weights, wrap
 from distca.apps.train.resume import resumed_config
+from distca.apps.train.stages import keep
 from distca.apps.train.trainer import train
 from distca.integrations.hf import heads_of, windows_of
 from support.ranks import launch
@@ -183,6 +187,75 @@ def test_a_model_or_tokenizer_that_cannot_be_used_is_an_error_that_says_why(
         config = _config(files, **options)
         tokenizer = Tokenizer(config.tokenizer) if config.tokenizer is not None else None
         model_config(config, tokenizer.vocabulary if tokenizer is not None else 256)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model_type": "llama", "hidden_size": "x"}, "Field 'hidden_size' expected int, got str"),
+        ({"model_type": "llama", "num_hidden_layers": 0}, "whose num_hidden_layers is 0, must be at least 1"),
+        ({"model_type": "llama", "num_attention_heads": 0}, "config.json transformers cannot read: integer division"),
+        ({"model_type": ["llama"]}, "config.json transformers cannot read: unhashable type"),
+        ({"model_type": "vit"}, "a vit, which is not a language model"),
+    ],
+)
+def test_a_configuration_of_no_model_is_an_error_of_one_line(values: dict, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=re.escape(message)) as raised:
+        model_config(TrainConfig(model=str(tmp_path)), 256)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.fixture
+def checkpoint(files: Path, tmp_path: Path) -> Path:
+    """A copy of the checkpoint of Gemma, which a test may damage."""
+    return shutil.copytree(files / "gemma", tmp_path / "gemma")
+
+
+def test_a_checkpoint_without_all_weights_of_its_model_is_refused(files: Path, checkpoint: Path) -> None:
+    file = checkpoint / "model.safetensors"
+    weights = safetensors.torch.load_file(file)
+    assert "lm_head.weight" not in weights, "a tied weight is none that lacks"
+    up, down = (f"model.layers.{layer}.mlp.down_proj.weight" for layer in (1, 2))
+    lacking = {name: weight for name, weight in weights.items() if name not in (up, down)}
+    for damaged, message in [
+        (lacking, f"whose checkpoint lacks weights: {up} and 1 more; restore its files"),
+        (weights | {up: torch.zeros(3, 5)}, f"weights of other shapes: {up}, of shape (3, 5) instead of (32, 48);"),
+    ]:
+        safetensors.torch.save_file(damaged, file, metadata={"format": "pt"})
+        with one_rank(), pytest.raises(ConfigError, match=re.escape(message)):
+            build_model(_config(files, model=str(checkpoint)), 31)
+    file.write_bytes(b"no weights")
+    with one_rank(), pytest.raises(ConfigError, match="whose weights are damaged: .*; restore its files"):
+        build_model(_config(files, model=str(checkpoint)), 31)
+
+
+@pytest.mark.parametrize("options", [{"dtype": "float32"}, {"dtype": "bfloat16", "master_weights": True}])
+def test_weights_of_float32_are_not_rounded_where_the_checkpoint_names_another_dtype(
+    options: dict, files: Path, checkpoint: Path
+) -> None:
+    values = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(values | {"dtype": "bfloat16"}))
+    with one_rank():
+        made = build_model(_config(files, model=str(checkpoint), **options), 31).state_dict()
+    for name, weight in safetensors.torch.load_file(checkpoint / "model.safetensors").items():
+        assert made[name].dtype == torch.float32 and torch.equal(made[name], weight), name
+
+
+def test_a_stage_is_silent_on_the_weights_that_other_stages_have(files: Path) -> None:
+    config = _config(files)
+    said = io.StringIO()
+    handler = logging.StreamHandler(said)
+    transformers.logging.add_handler(handler)
+    try:
+        with one_rank():
+            shape, checkpoint = model_config(config, 31)
+            model = with_weights(config, shape, checkpoint, lambda whole: keep(whole, [0], first=True, last=False))
+    finally:
+        transformers.logging.remove_handler(handler)
+    assert "model.layers.0.mlp.up_proj.weight" in model.state_dict()
+    assert "model.layers.1.mlp.up_proj.weight" not in model.state_dict()
+    assert said.getvalue() == ""
 
 
 def test_a_document_longer_than_the_models_positions_is_an_error(

@@ -2,12 +2,15 @@
 
 import importlib.util
 import json
+import os
 import platform
 import re
 import shutil
 import time
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -25,11 +28,13 @@ from distca.apps.train.log import create_run_dir
 from distca.apps.train.metrics import StepMetrics, describe
 from distca.apps.train.report import draw_loss
 from distca.apps.train.resume import resumed_config
+from distca.apps.train.step import BALANCED, UNBALANCED, compared_step
 from distca.apps.train.trainer import train
+from distca.errors import DistcaError
 from support.once import made_once
 from support.ranks import launch
 from support.torch_features import PING_PONG_TAKES_FSDP
-from support.train_runs import metrics_in, one_rank
+from support.train_runs import metrics_in, one_rank, without_pictures
 
 SMALL = TrainConfig(steps=3, tokens_per_rank=192, hidden=32, layers=2, lr=0.01)
 RUNS = {
@@ -151,6 +156,8 @@ def test_a_trace_goes_to_a_file_that_is_given_too_whose_folder_must_exist(
     train = ["train", "--data", str(data), "--runs-dir", str(tmp_path / "runs")]
     assert main([*train, "--trace", str(tmp_path / "missing" / "t.json")]) == 2
     assert "t.json, must be a file in a folder that exists" in capsys.readouterr().err
+    assert main([*train, "--trace", str(tmp_path)]) == 2
+    assert f"--trace is {tmp_path}, must be a file in a folder that exists" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 
@@ -246,12 +253,59 @@ def test_a_comparison_puts_step_times_side_by_side_and_shows_that_the_steps_are_
     assert "unbalanced" not in metrics_in(runs / "plain")[0]
 
 
+def test_the_ways_of_a_comparison_draw_the_same_random_numbers_and_the_next_step_goes_on_after_the_balanced_way() -> (
+    None
+):
+    torch.manual_seed(3)
+    first, second, _ = torch.rand(3).tolist()
+
+    def way(num_draws: int) -> Any:
+        return SimpleNamespace(forward_backward=lambda trained, watch: (torch.rand(num_draws)[0], 1))
+
+    nothing = SimpleNamespace(step=lambda: None)
+    trained: Any = SimpleNamespace(
+        clip=lambda: None, total_norm=lambda: 1.0, optimizer=nothing, schedule=nothing, dtype=torch.float32
+    )
+    for order in [(UNBALANCED, way(2)), (BALANCED, way(1))], [(BALANCED, way(1)), (UNBALANCED, way(2))]:
+        torch.manual_seed(3)
+        with one_rank():
+            result = compared_step(trained, order, False, 0.0)
+        assert result.loss == pytest.approx(first) and result.unbalanced is not None
+        assert result.unbalanced.loss_difference == 0
+        assert torch.rand(1).item() == second
+
+
 def test_a_comparison_takes_no_balance() -> None:
     with pytest.raises(ConfigError, match="--balance is off, must be left out with --compare"):
         TrainConfig(compare=True, balance="off")
 
 
+def test_a_trace_that_cannot_be_written_is_an_error_that_names_its_file(data: Path, tmp_path: Path) -> None:
+    with one_rank(), pytest.raises(DistcaError, match="could not write /dev/full: No space left on device"):
+        train(replace(SMALL, ranks=1, data=data, steps=1, trace="/dev/full"), tmp_path)
+
+
 # ---- what a run leaves ----
+
+
+def test_a_run_that_diverges_says_after_which_step_and_leaves_metrics_in_json(data: Path, tmp_path: Path) -> None:
+    config = replace(SMALL, ranks=1, data=data, lr=1e30, steps=20)
+    with one_rank(), pytest.raises(DistcaError, match="the loss is nan at step") as raised:
+        train(config, tmp_path)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line, parse_constant=pytest.fail)["loss"] is None for line in lines][-2:] == [False, True]
+    assert f"the loss is nan at step {len(lines)}: lower --lr" in str(raised.value)
+
+
+@without_pictures()
+def test_a_report_spells_out_what_of_a_path_is_not_utf8(data: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(data, tmp_path / os.fsdecode(b"d\xff"))
+    (tmp_path / "run").mkdir()
+    with one_rank():
+        train(replace(SMALL, ranks=1, data=folder, steps=1, trace=""), tmp_path / "run")
+    assert f"--data {tmp_path}/d\\udcff" in (tmp_path / "run" / "report.md").read_text().replace("'", "")
+    assert (tmp_path / "run" / "summary.json").is_file()
+    assert resumed_config(tmp_path / "run", {"steps": 2}).data == folder
 
 
 def test_a_run_leaves_a_report_with_a_picture_of_the_loads_and_events(runs: Path) -> None:

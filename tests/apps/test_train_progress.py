@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import json
 import logging
+import math
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from distca.apps.train.config import TrainConfig
-from distca.apps.train.metrics import StepMetrics, describe, summarise
+from distca.apps.train.metrics import Compared, StepMetrics, describe, summarise
 from distca.apps.train.progress import LOG_SECONDS, Progress, log_to_stderr
 from distca.apps.train.report import options_in_full
 
@@ -30,7 +34,7 @@ def logger() -> Iterator[logging.Logger]:
     log.setLevel(level)
 
 
-def _metrics(step: int, **changed: float) -> StepMetrics:
+def _metrics(step: int, **changed: Any) -> StepMetrics:
     figures = {"loss": 4.25, "tokens": 1000, "seconds": 0.5, "imbalance_before": 1.5, "imbalance_after": 1.02}
     return StepMetrics(step=step, bytes=0, plan_ms=0.1, **(figures | changed))
 
@@ -94,6 +98,25 @@ def test_the_last_line_of_an_interrupted_run_is_its_last_step(
     assert re.findall(r"step (\d+)/40", err.getvalue()) == ["1", "3"]
 
 
+@pytest.mark.parametrize(("bar", "number"), [(False, errno.ENOSPC), (False, errno.EPIPE), (True, errno.EIO)])
+def test_what_cannot_be_shown_ends_no_run(
+    bar: bool, number: int, monkeypatch: pytest.MonkeyPatch, logger: logging.Logger
+) -> None:
+    class Gone(io.StringIO):
+        def isatty(self) -> bool:
+            return bar
+
+        def write(self, text: str) -> int:
+            raise OSError(number, "gone")
+
+    monkeypatch.setattr("sys.stderr", Gone())
+    log_to_stderr(rank=0)
+    with Progress(2, 0, shows=True) as progress:
+        logger.warning("a line")
+        for step in range(2):
+            progress.step(_metrics(step))
+
+
 def test_other_ranks_show_nothing_but_warnings(monkeypatch: pytest.MonkeyPatch, logger: logging.Logger) -> None:
     err = io.StringIO()
     monkeypatch.setattr("sys.stderr", err)
@@ -118,6 +141,26 @@ def test_the_losses_at_both_ends_of_a_short_run_share_no_step(losses: list[float
     summary = summarise([_metrics(number, loss=loss) for number, loss in enumerate(losses)])
     text = describe(summary | {"interrupted": False, "documents": 1, "files_skipped": 0, "run": "runs/a", "notes": []})
     assert f"loss       {said}\n" in text
+
+
+def test_first_steps_without_a_target_have_no_loss_to_compare_with() -> None:
+    assert math.isnan(summarise([_metrics(0, loss=0.0), _metrics(1)])["loss_ratio"])
+
+
+def test_an_evaluation_is_told_with_the_number_of_steps_before_it() -> None:
+    summary = summarise([_metrics(0), _metrics(1, eval_loss=3.5), _metrics(2)])
+    text = describe(summary | {"interrupted": False, "documents": 1, "files_skipped": 0, "run": "runs/a", "notes": []})
+    assert "evaluated  3.500 after step 2\n" in text
+
+
+def test_a_figure_that_is_not_finite_is_null_in_json_and_stays_null() -> None:
+    step = _metrics(0, grad_norm=math.inf, unbalanced=Compared(0.5, math.nan, 0.0))
+    written = json.loads(step.to_json(), parse_constant=pytest.fail)
+    assert (written["loss"], written["grad_norm"]) == (4.25, None)
+    assert written["unbalanced"] == {"seconds": 0.5, "loss_difference": None, "gradient_difference": 0.0}
+    again = StepMetrics.from_json(step.to_json())
+    assert again.loss == 4.25 and math.isnan(again.grad_norm) and math.isnan(again.unbalanced.loss_difference)
+    assert again.to_json() == step.to_json()
 
 
 def test_a_report_says_the_values_of_options_that_were_left_out() -> None:

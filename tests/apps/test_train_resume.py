@@ -7,14 +7,16 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from distca.apps.cli import main
 from distca.apps.common.options import ConfigError
+from distca.apps.common.run_lock import locked
 from distca.apps.common.sources import DataError
-from distca.apps.train.checkpoint import FOLDER, Checkpoints, Trained
+from distca.apps.train.checkpoint import FOLDER, Checkpoints, Trained, whole_checkpoints
 from distca.apps.train.cli import train_rank
 from distca.apps.train.config import TrainConfig
 from distca.apps.train.metrics import StepResult
@@ -22,6 +24,7 @@ from distca.apps.train.optimizer import make_optimizer
 from distca.apps.train.resume import find_run, resumed_config
 from distca.apps.train.step import train_step, update
 from distca.apps.train.trainer import train
+from distca.errors import DistcaError
 from support.ranks import launch
 from support.resumed_runs import (
     LAST,
@@ -154,6 +157,30 @@ def test_resume_finds_the_run_by_its_folder_or_the_newest_checkpoint(whole_run: 
     assert find_run("latest", tmp_path / "runs") == older
     with pytest.raises(ConfigError, match="has no finished checkpoint"):
         find_run(str(newer), tmp_path)
+
+
+def test_a_run_that_is_under_way_is_not_resumed_beside_it(
+    whole_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = killed_after(tmp_path / "run", 4, source=whole_run)
+    partial = run_dir / FOLDER / "step-00000006.partial"
+    partial.mkdir()
+    with locked(run_dir):
+        assert main(["train", "--resume", str(run_dir)]) == 2
+    assert f"the run in {run_dir} is under way: stop it first" in capsys.readouterr().err
+    assert partial.exists() and list(whole_checkpoints(run_dir)) == [2, 4]
+    with locked(run_dir):
+        pass
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, DistcaError("no rank")])
+def test_a_failure_before_anything_is_written_leaves_no_folder(
+    failure: Any, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distca.apps.train.cli.start_ranks", mock.Mock(side_effect=failure))
+    monkeypatch.setattr("distca.apps.common.options.signal.signal", lambda *_: None)
+    assert main(train_command(tmp_path / "runs", texts)) in (1, 130)
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_the_command_goes_on_where_an_interrupt_has_stopped_it(

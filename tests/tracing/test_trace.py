@@ -291,6 +291,21 @@ def _with_events(events: str) -> str:
             ),
             "an event is not as distca.write_trace makes it",
         ),
+        *(
+            (
+                _with_events(
+                    f'{{"pid": 0, "ph": "X", "cat": "training", "ts": {at}, "dur": 1, "name": "a", "args": {about}}}'
+                ),
+                "an event is not as distca.write_trace makes it",
+            )
+            for at, about in [
+                ("1" + "0" * 400, '{"step": 1}'),
+                ("NaN", '{"step": 1}'),
+                ("1e300", '{"step": 1}'),
+                ("1", '{"step": [1]}'),
+                ("1", '{"step": 1, "load": "much"}'),
+            ]
+        ),
         ("[]", "is not a trace of distca.write_trace"),
         ('{"traceEvents": []}', "is not a trace of distca.write_trace"),
         ('{"traceEvents": [], "otherData": {"distca": 3}}', "it has format 3, this reads 1 and 2"),

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Returns:
-        The exit code: 0, 1 for a failure, 2 for a mistake in the options, 130 after Ctrl-C.
+        The exit code: 0, 1 for a failure, 2 for a mistake in the options, 130 after Ctrl-C, 141 if nobody reads stdout.
     """
     parser = argparse.ArgumentParser(prog="distca", description="Core attention disaggregation for PyTorch.")
     parser.add_argument("--version", action="version", version=f"distca {distca.__version__}")
@@ -37,9 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # a path may have characters that the terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")
     try:
-        return int(options.run(options))
+        code = int(options.run(options))
+        if sys.stdout is not None:  # it is None if it was closed before the program began
+            sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # as of `distca plan | head -1`
+        return common.UNREAD
     except KeyboardInterrupt:
         print(f"distca {options.command}: interrupted", file=sys.stderr)
         return common.INTERRUPTED
     except DistcaError as error:
         return common.tell(error, options.command, options.debug)
+    except OSError as error:
+        return common.tell(DistcaError(str(error)), options.command, options.debug)

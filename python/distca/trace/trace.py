@@ -278,29 +278,55 @@ def read_trace(path: str | Path) -> list[Trace]:
     traces: dict[int, Trace] = {}
     try:
         for event in content["traceEvents"]:
-            trace = traces.setdefault(event["pid"], Trace(event["pid"], [], []))
+            rank = _integer(event["pid"])
+            trace = traces.setdefault(rank, Trace(rank, [], []))
             if event["ph"] == "X":
                 _add_event(trace, event)
         return [traces[rank] for rank in sorted(traces)]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InvalidArgumentError(f"{path}: an event is not as distca.write_trace makes it ({error!r})") from error
 
 
+def _integer(value: Any) -> int:
+    """The value, if it is an integer of 64 bits."""
+    if type(value) is not int or not -(2**63) <= value < 2**63:
+        raise TypeError(f"{value!r:.40} is not an integer of 64 bits")
+    return value
+
+
+def _word(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.40} is not a string")
+    return value
+
+
+def _seconds(microseconds: Any) -> float:
+    seconds = float(microseconds * 1e-6)
+    if (
+        not abs(seconds) < 2**63 * 1e-9
+    ):  # of the monotonic clock, which counts nanoseconds; written so that NaN fails too
+        raise ValueError(f"{microseconds!r:.40} is no time in microseconds")
+    return seconds
+
+
 def _add_event(trace: Trace, event: dict[str, Any]) -> None:
-    begin, about, category = event["ts"] * 1e-6, event["args"], event["cat"]
-    end = begin + event["dur"] * 1e-6
+    begin, about, category = _seconds(event["ts"]), event["args"], event["cat"]
+    end = begin + _seconds(event["dur"])
     if category == "training":
-        trace.steps.append(TrainingStep(about["step"], begin, end, about.get("load")))
+        load = about.get("load")
+        trace.steps.append(TrainingStep(_integer(about["step"]), begin, end, load if load is None else _integer(load)))
     elif category == "phase":
-        trace.phases.append(TrainingPhase(event["name"], begin, end))
+        trace.phases.append(TrainingPhase(_word(event["name"]), begin, end))
     elif category in ("link", "copy"):
         rows = trace.transfers if category == "link" else trace.copies
-        rows.append(SentRows(about["peer"], about["bytes"], begin, end))
+        rows.append(SentRows(_integer(about["peer"]), _integer(about["bytes"]), begin, end))
     else:
-        is_wait, phase = category == "wait", about["phase"]
+        is_wait, phase = category == "wait", _word(about["phase"])
         name = event["name"].removeprefix("wait for ") if is_wait else event["name"].removesuffix(f" {phase}")
-        called = about.get("layer"), about.get("half")
-        trace.spans.append(Span(name, is_wait, about["step"], about["slot"], phase, about["peer"], begin, end, *called))
+        step, slot, peer = (_integer(about[key]) for key in ("step", "slot", "peer"))
+        trace.spans.append(
+            Span(name, is_wait, step, slot, phase, peer, begin, end, about.get("layer"), about.get("half"))
+        )
 
 
 def from_core(

@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import sys
 import zlib
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distca.apps.common.files import why
+from distca.apps.common.files import sync, sync_folder, why
 from distca.apps.common.sources import DataError, Source, find_source
 from distca.errors import DistcaError
 
@@ -37,6 +38,7 @@ VARIABLE = "DISTCA_CACHE"
 BYTES = 256
 """Size of the vocabulary without a tokenizer: each byte is a token."""
 _FORMAT = 1
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _DTYPES = {"B": torch.uint8, "i": torch.int32}
 _TEXT_AT_ONCE = 1 << 22  # bytes that are tokenized together
 
@@ -153,6 +155,7 @@ def read_corpus(
                 partial.mkdir(mode=0o700)
                 try:
                     _make(partial, source, kept_fraction, tokenizer, show_progress)
+                    sync_folder(partial)  # a loss of power after the rename leaves it whole
                     partial.rename(folder)
                 finally:
                     shutil.rmtree(partial, ignore_errors=True)
@@ -178,8 +181,9 @@ def _content(source: Source, cache: Path) -> str:
             state = f"{found.st_ino} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}"
             seen.update(b"%s\0%s\0" % (os.fsencode(file), state.encode()))  # its name may be in any encoding
     known = cache / f"{seen.hexdigest()}.content"
-    with contextlib.suppress(OSError):
-        return known.read_text()
+    with contextlib.suppress(OSError, ValueError):
+        if _DIGEST.fullmatch(digest := known.read_text()):
+            return digest
     content = hashlib.sha256(source.unit.encode())
     for file in source.files:
         of_file = hashlib.sha256()
@@ -192,6 +196,7 @@ def _content(source: Source, cache: Path) -> str:
         content.update(of_file.digest())
     new = known.with_suffix(f".{os.getpid()}")
     new.write_text(content.hexdigest())
+    sync(new)
     new.replace(known)
     return content.hexdigest()
 

@@ -13,6 +13,8 @@ from distca.errors import DistcaError, InvalidArgumentError
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C."""
+UNREAD = 141
+"""The exit code if the reader of stdout is gone: that of a program which SIGPIPE ends."""
 
 
 class ConfigError(InvalidArgumentError):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from distca.apps.common.options import ConfigError
 
-LOCK = "lock"
-"""The file in the folder that is locked. It stays."""
+LOCK = ".lock"
+"""The file in a run's folder that is locked. It stays there, empty."""
 
 
 @contextlib.contextmanager

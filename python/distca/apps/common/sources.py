@@ -52,8 +52,9 @@ class Source(ABC):
 def find_source(path: Path | None) -> Source:
     """The documents of a path; without a path the Python standard library's sources.
 
-    A path is a folder of UTF-8 files, a `.jsonl` file of objects with a text or a folder of such files alone, a
-    `.parquet` file or a folder with such files, or a folder that `datasets.Dataset.save_to_disk` has written.
+    A path is a folder of UTF-8 files, a `.jsonl` file of objects with a text or a folder with such files, a `.parquet`
+    file or a folder with such files, or a folder that `datasets.Dataset.save_to_disk` has written. Beside `.parquet` or
+    `.jsonl` files, which count in this order, other files are left out.
 
     Raises:
         DataError: the path is none of these.
@@ -75,10 +76,10 @@ def find_source(path: Path | None) -> Source:
     files = _files(root)
     if (root / "dataset_info.json").is_file() and (root / "state.json").is_file():
         return Rows(root, files)
-    tables = [file for file in files if file.suffix == ".parquet"]
-    if files and all(file.suffix == ".jsonl" for file in files):
-        return JsonLines(root, files)
-    return Rows(root, tables) if tables else TextFiles(root, files)
+    for suffix, kind in ((".parquet", Rows), (".jsonl", JsonLines)):
+        if found := [file for file in files if file.suffix == suffix]:
+            return kind(root, found)
+    return TextFiles(root, files)
 
 
 class TextFiles(Source):
@@ -127,30 +128,38 @@ class Rows(Source):
         super().__init__(root, files, "rows")
 
     def documents(self) -> Iterator[bytes | Sequence[int] | None]:
-        rows = self._open()
+        if importlib.util.find_spec("datasets") is None:
+            raise DataError(f"{self.what} is read by the package datasets: pip install datasets")
+        import datasets
+
+        try:
+            yield from self._values(datasets)
+        except DataError:
+            raise
+        except (OSError, ValueError, TypeError, KeyError, datasets.exceptions.DatasetsError) as error:
+            reason = " ".join(str(error).split())
+            raise DataError(f"{self.what} cannot be read by the package datasets: {reason}") from error
+
+    def _values(self, datasets: Any) -> Iterator[bytes | Sequence[int] | None]:
+        if self.files[0].suffix == ".parquet":
+            files = [str(file) for file in self.files]
+            # Without a number of rows it reads as many as a file's first group has, which may be none.
+            at_once = {"batch_size": _READ_AT_ONCE, "streaming": True}
+            rows = datasets.load_dataset("parquet", data_files=files, split="train", **at_once)
+        else:
+            rows = datasets.load_from_disk(str(self.root))
         columns = list(rows.column_names or [])
         column = next((name for name in (TOKENS, TEXT) if name in columns), None)
         if column is None:
             raise DataError(f"{self.what} has the columns {', '.join(columns)}; {TEXT} or {TOKENS} is needed")
         for batch in rows.select_columns([column]).iter(batch_size=_READ_AT_ONCE):
             for value in batch[column]:
-                if column == TOKENS:
+                if column == TEXT:
+                    yield value.encode() if isinstance(value, str) else None
+                elif value is None or isinstance(value, list):
                     yield value
                 else:
-                    yield value.encode() if isinstance(value, str) else None
-
-    def _open(self) -> Any:
-        if importlib.util.find_spec("datasets") is None:
-            raise DataError(f"{self.what} is read by the package datasets: pip install datasets")
-        import datasets
-
-        try:
-            if self.files[0].suffix == ".parquet":
-                files = [str(file) for file in self.files]
-                return datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
-            return datasets.load_from_disk(str(self.root))
-        except (OSError, ValueError, TypeError, KeyError, datasets.exceptions.DatasetsError) as error:
-            raise DataError(f"{self.what} cannot be read by the package datasets: {error}") from error
+                    raise DataError(f"{self.what} has a row whose {TOKENS} is {value!r}; a list of tokens is needed")
 
     def none_found(self, found: int, skipped: int) -> str:
         return f"{found} rows, of which {skipped} have no {TEXT}"

@@ -31,9 +31,9 @@ def draw_documents(lengths: Sequence[int], ranks: int, tokens_per_rank: int, see
     """
     if not lengths:
         raise InvalidArgumentError("workload: there are no lengths to draw from")
-    for name, value in (("ranks", ranks), ("tokens_per_rank", tokens_per_rank)):
-        if not 1 <= value <= 2**31:
-            raise InvalidArgumentError(f"workload: {name} = {value}; 1 to 2^31 are allowed")
+    for name, value, power in (("ranks", ranks, 20), ("tokens_per_rank", tokens_per_rank, 31)):
+        if not 1 <= value <= 2**power:
+            raise InvalidArgumentError(f"workload: {name} = {value}; 1 to 2^{power} are allowed")
     if tokens_per_rank % 2:
         raise InvalidArgumentError(f"workload: tokens_per_rank = {tokens_per_rank}; an even number is allowed")
     generator = random.Random(seed)
@@ -90,5 +90,5 @@ def _read_json(path: Path) -> Any:
         return json.loads(path.read_text())
     except OSError as error:
         raise InvalidArgumentError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidArgumentError(f"{path}: is not JSON: {error}") from error

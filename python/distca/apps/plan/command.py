@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from distca.apps.common.files import write_given
 from distca.apps.common.options import add_debug
 from distca.apps.common.workloads import draw_documents, read_lengths, read_workload
 from distca.apps.plan import compare
@@ -178,7 +179,7 @@ def run(options: argparse.Namespace) -> int:
     made = make_plan(layout=_layout(options, options.seed))
     print(summary(made))
     if options.json is not None:
-        options.json.write_text(json.dumps(as_json(made)))
+        write_given("--json", options.json, json.dumps(as_json(made)))
     if options.plot is not None:
         from distca.apps.plan.picture import draw_plan
 

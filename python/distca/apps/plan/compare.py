@@ -6,9 +6,9 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from distca.apps.common.files import write_given
 from distca.errors import InvalidArgumentError
 from distca.simulator.case import Case, Program
 from distca.simulator.device import Device, Gemm
@@ -82,10 +82,7 @@ def run(options: argparse.Namespace, documents: Sequence[Sequence[int]]) -> int:
     print(table(compared))
     if options.json is not None:
         content = {"kind": "planned", "strategies": [dataclasses.asdict(one) for one in compared]}
-        try:
-            Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
-        except OSError as error:
-            raise InvalidArgumentError(f"--json {options.json} cannot be written: {error.strerror}") from error
+        write_given("--json", options.json, json.dumps(content, indent=1) + "\n")
     return 0
 
 

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from distca.apps.common.files import write_given
 from distca.apps.common.machine import setting
 from distca.apps.common.options import add_debug
 from distca.apps.profile import attention
@@ -64,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
         if getattr(options, name) is not None:
             raise InvalidArgumentError(f"--{name} needs --cluster")
     points = attention.grid(heads, options.rounds)
-    options.out.write_text(json.dumps(attention.cost_table(heads, points) | setting(), indent=1) + "\n")
+    write_given("--out", options.out, json.dumps(attention.cost_table(heads, points) | setting(), indent=1) + "\n")
     print(f"{len(points)} task sizes measured; {options.out} written")
     return 0
 
@@ -84,6 +85,6 @@ def _cluster(options: argparse.Namespace, heads: Heads) -> int:
     from distca.apps.profile.cluster import measure_cluster  # loads what only tests and benchmarks need
 
     cluster = measure_cluster(heads, hidden, ranks, options.rounds)
-    options.out.write_text(json.dumps({"sources": setting(), **cluster}, indent=1) + "\n")
+    write_given("--out", options.out, json.dumps({"sources": setting(), **cluster}, indent=1) + "\n")
     print(f"{ranks} ranks measured; {options.out} written")
     return 0

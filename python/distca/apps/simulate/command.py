@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distca.apps.common import pictures
+from distca.apps.common.files import write_given
 from distca.apps.common.options import add_debug
 from distca.apps.common.sources import find_source
 from distca.apps.common.workloads import draw_documents, pretrain_lengths, read_lengths
@@ -220,12 +221,8 @@ def _search(options: argparse.Namespace) -> int:
 
 
 def _write(path: Path | None, content: dict[str, Any]) -> None:
-    if path is None:
-        return
-    try:
-        path.write_text(json.dumps(content, indent=1) + "\n")
-    except OSError as error:
-        raise InvalidArgumentError(f"--json {path} cannot be written: {error.strerror}") from error
+    if path is not None:
+        write_given("--json", path, json.dumps(content, indent=1) + "\n")
 
 
 def _parallelism(options: argparse.Namespace, ranks: int) -> Parallelism:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import json
-import os
 import re
 import shutil
 import warnings
@@ -32,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from distca.apps.common.files import read_object, why
+from distca.apps.common.files import read_object, sync, sync_folder, why
 from distca.apps.train.manifest import (
     CheckpointError,
     Digests,
@@ -209,9 +208,9 @@ class Checkpoints:
     def _finish(self, partial: Path, final: Path, state: RunState, digests: Digests) -> None:
         (partial / _STATE).write_text(json.dumps(asdict(state)) + "\n", encoding="utf-8")
         write_manifest(partial, digests | {name: digest(partial / name) for name in (INDEX, _STATE)})
-        _sync_folder(partial)
+        sync_folder(partial)
         partial.rename(final)
-        _sync(final.parent)
+        sync(final.parent)
         self._remove_oldest()
 
     def load(self, trained: Trained, checkpoint: Path) -> RunState:
@@ -335,16 +334,3 @@ def _failures(what: str, written: Path | None) -> Iterator[None]:
         if isinstance(cause, CheckpointError):
             raise cause from error
         raise DistcaError(f"{what}: on rank {rank}: {reason(cause)}") from error
-
-
-def _sync_folder(folder: Path) -> None:
-    for path in [*_entries(folder), folder]:
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

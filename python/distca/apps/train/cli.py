@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import shutil
 import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,12 +16,15 @@ from typing import Any
 import torch
 
 from distca.apps.common import memory_log
+from distca.apps.common.files import writing
 from distca.apps.common.options import INTERRUPTED, ConfigError, add_debug, interrupt_on_sigterm, tell
 from distca.apps.common.ranks import start_ranks
+from distca.apps.common.run_lock import LOCK, locked
 from distca.apps.train.config import OPTION_TYPES, TrainConfig, option_name
 from distca.apps.train.corpora import check_held_out, read_corpora
 from distca.apps.train.log import create_run_dir
 from distca.apps.train.metrics import describe
+from distca.apps.train.presets import PRESETS
 from distca.apps.train.resume import find_run, resumed_config
 from distca.connect.rank_process import exit_now, keep_freed_memory, leave_process_group
 from distca.errors import DistcaError
@@ -64,6 +70,10 @@ def add_command(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs the command and returns its exit code. Raises DistcaError for a mistake."""
     given = {option.name: getattr(options, option.name) for option in fields(TrainConfig) if option.name in options}
+    for name in given.keys() & {"data", "eval_data", "tokenizer"}:  # the run may be resumed from another folder
+        given[name] = given[name].absolute()
+    if "model" in given and given["model"] not in PRESETS and Path(given["model"]).exists():
+        given["model"] = str(Path(given["model"]).absolute())
     for name, variable in _BY_ENVIRONMENT.items():
         if name not in given and switched_on(variable):
             given[name] = True
@@ -83,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _check_inputs(config: TrainConfig) -> None:
     """Finds mistakes in data, model and tokenizer before anything is started."""
-    if config.trace and not Path(config.trace).parent.is_dir():
+    if config.trace and (not Path(config.trace).parent.is_dir() or Path(config.trace).is_dir()):
         raise ConfigError(f"--trace is {config.trace}, must be a file in a folder that exists")
     if config.export is not None and config.export.exists() and not _is_empty(config.export):
         raise ConfigError(f"--export is {config.export}, must be a new or empty folder")
@@ -166,10 +176,26 @@ def _check_packages(config: TrainConfig) -> None:
 
 
 def _train_with_own_ranks(config: TrainConfig, resumed: Path | None) -> int:
-    run_dir = resumed if resumed is not None else create_run_dir(config)
     interrupt_on_sigterm()
-    of_ranks = start_ranks(train_rank, config, run_dir, ranks=config.ranks, imports=["distca.apps.train.trainer"])
+    with _run_folder(config, resumed) as run_dir:
+        of_ranks = start_ranks(train_rank, config, run_dir, ranks=config.ranks, imports=["distca.apps.train.trainer"])
     return _finish(of_ranks[0])
+
+
+@contextmanager
+def _run_folder(config: TrainConfig, resumed: Path | None) -> Iterator[Path]:
+    """The folder of the run, locked against other runs. A new one is removed if a failure leaves nothing in it."""
+    run_dir = resumed if resumed is not None else create_run_dir(config)
+    with ExitStack() as held:
+        with writing(run_dir):
+            held.enter_context(locked(run_dir))
+        try:
+            yield run_dir
+        except BaseException:
+            with suppress(OSError):
+                if [path.name for path in run_dir.iterdir()] == [LOCK]:
+                    shutil.rmtree(run_dir)
+            raise
 
 
 def _train_as_rank(config: TrainConfig, resumed: Path | None, debug: bool) -> int:
@@ -179,13 +205,12 @@ def _train_as_rank(config: TrainConfig, resumed: Path | None, debug: bool) -> in
     rank = int(os.environ["RANK"])
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    run_dir = resumed
-    if rank == 0 and run_dir is None:
-        run_dir = create_run_dir(config)
-    dist.init_process_group("gloo")
+    folder = _run_folder(config, resumed) if rank == 0 else nullcontext(resumed)
     try:
-        summary = train_rank(config, run_dir)
-        leave_process_group()
+        with folder as run_dir:
+            dist.init_process_group("gloo")
+            summary = train_rank(config, run_dir)
+            leave_process_group()
     except BaseException as error:
         if isinstance(error, DistcaError):
             code = tell(error, "train", debug)

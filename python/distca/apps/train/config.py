@@ -91,7 +91,7 @@ class TrainConfig:
         default=None,
         metadata=_about(
             "what to train on: a folder of UTF-8 text files (one document each), a .jsonl file of objects with a "
-            "'text' or a folder of such files alone, or a .parquet file, a folder of them or a saved dataset with a "
+            "'text' or a folder with such files, or a .parquet file, a folder with them or a saved dataset with a "
             "column text or input_ids (default: the sources of Python's standard library)"
         ),
     )
@@ -290,6 +290,8 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 _fail(self, name, "above 0 and finite")
+        if self.seed >= 2**64:
+            _fail(self, "seed", "below 2^64")
         if not 0 <= self.tolerance <= 1:
             _fail(self, "tolerance", "0 to 1")
         for option in fields(self):
@@ -329,6 +331,11 @@ class TrainConfig:
         self._check_split()
         if not self.name or self.name in (".", "..") or "/" in self.name or "\0" in self.name:
             _fail(self, "name", "the name of a folder, without '/'")
+        for name in ("name", "runs_dir", "export"):
+            try:
+                str(getattr(self, name)).encode()
+            except UnicodeEncodeError:
+                _fail(self, name, "a path in UTF-8, which packages that write there need")
 
     def _check_split(self) -> None:
         if self.ranks % (self.pipeline * self.tensor):
@@ -451,7 +458,10 @@ class TrainConfig:
                 continue
             if type(value) not in _WRITTEN_AS[kind]:
                 raise ConfigError(f"{option_name(option.name)} is {value!r}, must be of type {kind.__name__}")
-            read[option.name] = Path(value) if kind is Path else value
+            try:
+                read[option.name] = kind(value)
+            except OverflowError as error:
+                raise ConfigError(f"{option_name(option.name)} is above the largest {kind.__name__}") from error
         return TrainConfig(**read)
 
 

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from distca.apps.common.memory_log import Watch
-from distca.apps.common.tokens import Tokenizer
 from distca.apps.train.checkpoint import Trained
 from distca.apps.train.config import TrainConfig
 from distca.apps.train.data import Batches
@@ -86,9 +85,9 @@ class DataParallel:
                 num_targets += micro_batch.num_targets
         return loss_sum, num_targets
 
-    def export(self, run_dir: Path, folder: Path, tokenizer: Tokenizer | None) -> None:
+    def export(self, run_dir: Path, folder: Path) -> None:
         """Writes the model to a folder. It is collective."""
-        export_model(self.model, folder, tokenizer)
+        export_model(self.model, run_dir, folder)
 
     def report(self, run_dir: Path, traces: Sequence[Trace]) -> list[str]:
         """As `Parallelism.report`."""

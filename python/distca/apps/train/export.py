@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,37 @@ from distca.apps.common.files import writing
 from distca.apps.common.options import ConfigError
 from distca.apps.common.tokens import Tokenizer
 from distca.apps.train.checkpoint import check_whole, load_model, whole_checkpoints
-from distca.apps.train.corpora import read_corpora
-from distca.apps.train.model import model_config
+from distca.apps.train.model import read_config
 from distca.apps.train.resume import saved_config
 
+_MODEL = "model"
+"""The folder in a run's folder with what a checkpoint lacks of the model: its configuration and the tokenizer."""
 
-def export_model(model: PreTrainedModel, folder: Path, tokenizer: Tokenizer | None) -> None:
-    """Writes the model, which may be sharded, on rank 0. It is collective."""
+
+def save_description(run_dir: Path, shape: PreTrainedConfig, tokenizer: Tokenizer | None) -> None:
+    """Writes what an export of the run needs beside a checkpoint, unless the run has it already."""
+    folder = run_dir / _MODEL
+    if folder.exists():
+        return
+    partial = run_dir / f"{_MODEL}.partial"
+    with writing(folder):
+        shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
+        _plain(shape).save_pretrained(partial)
+        if tokenizer is not None:
+            tokenizer.save(partial)
+        partial.rename(folder)
+
+
+def export_model(model: PreTrainedModel, run_dir: Path, folder: Path) -> None:
+    """Writes the model of the run, which may be sharded, on rank 0. It is collective."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_model_state_dict(model, options=options)
     if dist.get_rank() == 0:
-        _write(folder, model.config, state, tokenizer)
+        _write(folder, model.config, state, run_dir)
 
 
 def export_run(run_dir: Path, folder: Path) -> int:
-    """Writes the model of a run's last checkpoint, in this process alone.
+    """Writes the model of a run's last checkpoint, in this process alone. It reads nothing but the run's folder.
 
     Returns:
         The number of steps that the model was trained.
@@ -45,8 +62,9 @@ def export_run(run_dir: Path, folder: Path) -> int:
         raise ConfigError(f"{run_dir} has no finished checkpoint")
     step, checkpoint = list(checkpoints.items())[-1]
     check_whole(checkpoint, step)
-    tokenizer = Tokenizer(config.tokenizer) if config.tokenizer is not None else None
-    shape, _ = model_config(config, read_corpora(config, tokenizer)[0].vocabulary(tokenizer))
+    if not (run_dir / _MODEL / "config.json").is_file():
+        raise ConfigError(f"{run_dir / _MODEL} has no config.json: restore the folder")
+    shape = read_config(run_dir / _MODEL / "config.json", f"the model of the run is {run_dir / _MODEL}")
     model = _without_weights(shape)
     weights = dict(model.named_parameters(remove_duplicate=False))
     state: dict[str, Any] = {
@@ -54,27 +72,35 @@ def export_run(run_dir: Path, folder: Path) -> int:
         for name, one in model.state_dict().items()
     }
     load_model(checkpoint, state)
-    _write(folder, shape, state, tokenizer)
+    _write(folder, shape, state, run_dir)
     return step
 
 
 def _without_weights(shape: PreTrainedConfig) -> PreTrainedModel:
-    # from_dict leaves out the attention implementation that was used here.
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(type(shape).from_dict(shape.to_dict()))
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(_plain(shape))
     return model
 
 
-def _write(folder: Path, shape: PreTrainedConfig, state: dict[str, Any], tokenizer: Tokenizer | None) -> None:
-    """Writes all or nothing: a kill leaves only a folder of another name."""
+def _plain(shape: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration without the attention implementation that was used here."""
+    return type(shape).from_dict(shape.to_dict())
+
+
+def _write(folder: Path, shape: PreTrainedConfig, state: dict[str, Any], run_dir: Path) -> None:
+    """Writes model and tokenizer, all or nothing: a kill leaves only a new folder of another name beside it."""
     model = _without_weights(shape)
     model.load_state_dict(state, assign=True)
     model.tie_weights()
-    partial = folder.with_name(folder.name + ".partial")
     with writing(folder):
-        if partial.exists():
-            shutil.rmtree(partial)
-        model.save_pretrained(partial)
-        if tokenizer is not None:
-            tokenizer.save(partial)
-        partial.rename(folder)
+        final = folder.resolve()
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f"{final.name}.", dir=final.parent) as beside:
+            partial = Path(beside, "partial")
+            shutil.copytree(run_dir / _MODEL, partial, ignore=_links)
+            model.save_pretrained(partial)
+            partial.rename(final)
+
+
+def _links(folder: str, names: list[str]) -> list[str]:
+    return [name for name in names if Path(folder, name).is_symlink()]

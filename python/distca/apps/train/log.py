@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from distca.apps.common.corpus import Corpus
-from distca.apps.common.files import writing
+from distca.apps.common.files import as_json, writing
 from distca.apps.common.options import ConfigError
 from distca.apps.train.config import TrainConfig
 from distca.apps.train.metrics import AttentionLoads, StepMetrics, summarise
@@ -163,7 +162,7 @@ def steps_before(start: int, path: Path) -> list[StepMetrics]:
 
 
 def _json(content: dict[str, Any]) -> str:
-    return json.dumps(content, indent=2) + "\n"
+    return as_json(content, indent=2) + "\n"
 
 
 def _write(path: Path, content: str) -> None:

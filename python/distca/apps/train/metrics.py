@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from distca.apps.common.files import as_json
 from distca.pipeline import PipelinePlans
 from distca.planner.layout import Layout, Window
 from distca.planner.plan import Plans
@@ -137,18 +140,13 @@ class StepMetrics:
         values = json.loads(line)
         if not isinstance(values, dict):
             raise TypeError("no object")
-        beside = {name: values[name] for name in _COMPARED if values.get(name) is not None}
-        figures = [
-            *(value for name, value in values.items() if name not in _COMPARED),
-            *(figure for other in beside.values() for figure in other.values()),
-        ]
-        if not all(isinstance(figure, int | float) for figure in figures):
-            raise TypeError("a figure is not a number")
-        values |= {name: Compared(**other) for name, other in beside.items()}
-        return StepMetrics(**values)
+        beside = {name: values.pop(name) for name in _COMPARED if name in values}
+        compared = {name: Compared(**_figures(other)) for name, other in beside.items()}
+        return StepMetrics(**(_figures(values) | compared))
 
     def to_json(self) -> str:
-        return json.dumps({name: value for name, value in asdict(self).items() if value is not None})
+        """A line of JSON. A figure that is not finite is null."""
+        return as_json({name: value for name, value in asdict(self).items() if value is not None})
 
     def scalars(self) -> dict[str, float]:
         """Figures by name, for TensorBoard."""
@@ -172,6 +170,16 @@ class StepMetrics:
         return scalars
 
 
+def _figures(values: Any) -> dict[str, Any]:
+    """The figures of a line of metrics, NaN for null. Raises TypeError for anything but finite numbers and null."""
+    if not isinstance(values, dict):
+        raise TypeError("no object")
+    for name, value in values.items():
+        if value is not None and not (isinstance(value, int | float) and abs(value) <= sys.float_info.max):
+            raise TypeError(f"{name} is not a finite number")
+    return {name: math.nan if value is None else value for name, value in values.items()}
+
+
 def _ends(num_steps: int) -> int:
     """Over how many steps at either end of a run the loss is averaged. The two ends share no step."""
     return max(1, min(_ENDS, num_steps // 2))
@@ -192,7 +200,7 @@ def summarise(steps: list[StepMetrics]) -> dict[str, Any]:
         "steps": num_steps,
         "loss_first": loss_first,
         "loss_last": loss_last,
-        "loss_ratio": loss_last / loss_first,
+        "loss_ratio": loss_last / loss_first if loss_first else math.nan,  # no target of the first steps: no loss
         "seconds": sum(step.seconds for step in steps),
         "tokens_per_second": sum(step.tokens for step in timed) / sum(step.seconds for step in timed),
         "imbalance_before": sum(step.imbalance_before for step in steps) / num_steps,
@@ -205,7 +213,7 @@ def summarise(steps: list[StepMetrics]) -> dict[str, Any]:
         summary["larger_half"] = sum(halved) / len(halved)
     evaluated = [step for step in steps if step.eval_loss is not None]
     if evaluated:
-        summary["eval_loss"], summary["eval_step"] = evaluated[-1].eval_loss, evaluated[-1].step
+        summary["eval_loss"], summary["eval_step"] = evaluated[-1].eval_loss, evaluated[-1].step + 1
     for key, name in (("compare", "unbalanced"), ("compare_inside_stages", "inside_stages")):
         compared = [(step.seconds, other) for step in timed if (other := getattr(step, name)) is not None]
         if compared:

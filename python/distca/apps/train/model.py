@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -26,6 +28,7 @@ from transformers import (
 
 from distca.apps.common.options import ConfigError
 from distca.apps.train.config import TrainConfig
+from distca.apps.train.presets import PRESETS
 from distca.apps.train.weights import MatricesOnMeta, make_weights
 from distca.checkpoint import save_core_attention
 from distca.errors import InvalidArgumentError
@@ -33,27 +36,8 @@ from distca.integrations import hf
 from distca.pingpong.ping_pong import PingPong
 from distca.planner.layout import Layout
 
-PRESETS: dict[str, dict[str, Any]] = {
-    "llama-8b": {  # the shape of Llama 3.1 8B
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 500000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    },
-}
+_MISTAKES = (OSError, ValueError, KeyError, TypeError, ArithmeticError, StrictDataclassError)
+"""What transformers raises for a configuration that is none of its own."""
 
 
 def build_model(config: TrainConfig, vocabulary: int) -> PreTrainedModel:
@@ -105,7 +89,7 @@ def with_weights(
     config: TrainConfig,
     shape: PreTrainedConfig,
     checkpoint: Path | None,
-    cut: Callable[[PreTrainedModel], None] = lambda model: None,
+    cut: Callable[[PreTrainedModel], None] | None = None,
 ) -> PreTrainedModel:
     """The model in training mode, with random weights or those of a checkpoint.
 
@@ -116,7 +100,7 @@ def with_weights(
         cut: drops parts of the model that this process does not need. Their weights are neither made nor loaded.
 
     Raises:
-        ConfigError: transformers cannot make the model.
+        ConfigError: transformers cannot make the model, or the checkpoint lacks weights of it.
     """
     if dist.get_rank() != 0 or not sys.stderr.isatty():
         transformers.logging.disable_progress_bar()
@@ -126,7 +110,9 @@ def with_weights(
         class Part(kind):  # type: ignore[misc, valid-type]
             def __init__(self, config: PreTrainedConfig) -> None:
                 super().__init__(config)
-                cut(self)
+                if cut is not None:
+                    cut(self)
+                    self._keys_to_ignore_on_load_unexpected = {""}  # all of them: the other parts have these weights
 
         Part.__name__ = kind.__name__
         model: PreTrainedModel
@@ -135,7 +121,16 @@ def with_weights(
                 model = Part._from_config(shape, attn_implementation=hf.NAME)
             make_weights(model, config.seed)
         else:
-            model = Part.from_pretrained(checkpoint, config=shape, attn_implementation=hf.NAME, local_files_only=True)
+            model, found = Part.from_pretrained(
+                checkpoint,
+                config=shape,
+                dtype=config.weights_dtype,
+                attn_implementation=hf.NAME,
+                local_files_only=True,
+                ignore_mismatched_sizes=True,  # they are told below
+                output_loading_info=True,
+            )
+            _check_loaded(config, found)
             torch.manual_seed(config.seed)
     return _for_training(model, config)
 
@@ -146,6 +141,20 @@ def _for_training(model: PreTrainedModel, config: TrainConfig) -> PreTrainedMode
     return model.train()
 
 
+def _check_loaded(config: TrainConfig, found: dict[str, Any]) -> None:
+    """Raises ConfigError if transformers has made weights at random that the checkpoint should have."""
+    others = [
+        f"{name}, of shape {tuple(saved)} instead of {tuple(made)}" for name, saved, made in found["mismatched_keys"]
+    ]
+    for what, names in (("lacks weights", found["missing_keys"]), ("has weights of other shapes", others)):
+        if names:
+            first, *more = sorted(names)
+            and_more = f" and {len(more)} more" if more else ""
+            raise ConfigError(
+                f"--model is {config.model}, whose checkpoint {what}: {first}{and_more}; restore its files"
+            )
+
+
 @contextmanager
 def _mistakes_told(config: TrainConfig) -> Iterator[None]:
     """Raises ConfigError for what transformers cannot make."""
@@ -153,10 +162,18 @@ def _mistakes_told(config: TrainConfig) -> Iterator[None]:
         yield
     except InvalidArgumentError as error:
         raise ConfigError(f"--model is {config.model}: {error}") from error
-    except (OSError, ValueError, KeyError) as error:
+    except SafetensorError as error:
         raise ConfigError(
-            f"--model is {config.model}, which is not a language model of transformers: {error}"
+            f"--model is {config.model}, whose weights are damaged: {error}; restore its files"
         ) from error
+    except _MISTAKES as error:
+        raise ConfigError(
+            f"--model is {config.model}, which is not a language model of transformers: {_one_line(error)}"
+        ) from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _takes_weights(config: TrainConfig) -> bool:
@@ -174,6 +191,12 @@ def model_config(config: TrainConfig, vocabulary: int) -> tuple[PreTrainedConfig
     else:
         shape, checkpoint = _read_config(config.model)
     text = shape.get_text_config()
+    if not hasattr(text, "vocab_size"):
+        raise ConfigError(f"--model is {config.model}, a {shape.model_type}, which is not a language model")
+    if text.num_hidden_layers < 1:
+        raise ConfigError(
+            f"--model is {config.model}, whose num_hidden_layers is {text.num_hidden_layers}, must be at least 1"
+        )
     if config.model is not None and config.layers is not None:
         _keep_layers(text, config.layers)
     if vocabulary > text.vocab_size:
@@ -220,11 +243,17 @@ def _read_config(model: str) -> tuple[PreTrainedConfig, Path | None]:
             f"--model is {model}, must be one of {', '.join(PRESETS)}, a config.json, or a folder with one; nothing is "
             "downloaded: fetch a model first and give its folder"
         )
-    try:
-        shape = AutoConfig.from_pretrained(str(file), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"--model is {model}, whose config.json transformers cannot read: {error}") from error
+    shape = read_config(file, f"--model is {model}")
     return shape, path if path.is_dir() and any(path.glob("*.safetensors")) else None
+
+
+def read_config(file: Path, what: str) -> PreTrainedConfig:
+    """The configuration in a config.json. Raises ConfigError, which begins with `what` it is of."""
+    try:
+        shape: PreTrainedConfig = AutoConfig.from_pretrained(str(file), local_files_only=True)
+    except _MISTAKES as error:
+        raise ConfigError(f"{what}, whose config.json transformers cannot read: {_one_line(error)}") from error
+    return shape
 
 
 def _keep_layers(shape: PreTrainedConfig, layers: int) -> None:

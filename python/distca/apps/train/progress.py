@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import sys
@@ -22,10 +23,11 @@ _log = logging.getLogger("distca")
 
 
 class _ToStderr(logging.Handler):
-    """Writes lines to stderr, above the bar if there is one."""
+    """Writes lines to stderr, above the bar if there is one. A line that cannot be written ends no run."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=sys.stderr)
+        with contextlib.suppress(OSError):  # the disk is full, or the reader of a pipe or a terminal is gone
+            tqdm.write(self.format(record), file=sys.stderr)
 
 
 def log_to_stderr(rank: int) -> None:

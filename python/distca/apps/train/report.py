@@ -85,7 +85,7 @@ def write_report(
         "[metrics.jsonl](metrics.jsonl) (one line a step), [summary.json](summary.json), [config.json](config.json)",
     ]
     parts += [f"Note: {note}." for note in summary["notes"]]
-    (run_dir / "report.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    _write(run_dir, "w", "\n\n".join(parts) + "\n")
 
 
 def add_timeline(run_dir: Path, traces: Sequence[Trace], found: Figures) -> None:
@@ -103,8 +103,13 @@ def add_timeline(run_dir: Path, traces: Sequence[Trace], found: Figures) -> None
         draw_timeline(run_dir / TIMELINE, traces, last)
         parts.append(f"![What every rank did in step {last[0].number}]({TIMELINE})")
     parts.append(f"[{TRACE}]({TRACE}): open it in [Perfetto](https://ui.perfetto.dev), or see `distca report`.")
-    with open(run_dir / "report.md", "a", encoding="utf-8") as report:
-        report.write("\n" + "\n\n".join(parts) + "\n")
+    _write(run_dir, "a", "\n" + "\n\n".join(parts) + "\n")
+
+
+def _write(run_dir: Path, mode: str, text: str) -> None:
+    """Writes to `report.md`. Bytes of paths that are not UTF-8 are spelled out."""
+    with open(run_dir / "report.md", mode, encoding="utf-8", errors="backslashreplace") as report:
+        report.write(text)
 
 
 def command(config: TrainConfig) -> str:

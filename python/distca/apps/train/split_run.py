@@ -12,7 +12,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from distca.apps.common.memory_log import UNWATCHED
 from distca.apps.common.options import ConfigError
-from distca.apps.common.tokens import Tokenizer
 from distca.apps.train.checkpoint import Trained, on_rank_0
 from distca.apps.train.config import TrainConfig
 from distca.apps.train.data import Batches
@@ -116,7 +115,7 @@ class SplitRun:
                 num_targets += sum(batch.num_targets for batch in of_step)
         return loss_sum, num_targets
 
-    def export(self, run_dir: Path, folder: Path, tokenizer: Tokenizer | None) -> None:
+    def export(self, run_dir: Path, folder: Path) -> None:
         """Writes the model of the run's last checkpoint to a folder. It is collective."""
         on_rank_0(lambda: export_run(run_dir, folder))
 

@@ -49,7 +49,8 @@ def compared_step(
 ) -> StepResult:
     """Takes one optimizer step whose forward and backward run with several plans, in the order of `ways`.
 
-    What surrounds them counts for all. The way `BALANCED` is the one that the step is reported with.
+    All begin with the same random state, and therefore drop the same activations. What surrounds them counts for all.
+    The way `BALANCED` is the one that the step is reported with, and whose random state the next step has.
 
     Raises:
         DistcaError: they differ by more than rounding.
@@ -58,13 +59,18 @@ def compared_step(
     losses, norms = dict[str, float](), dict[str, float]()
     interrupted = False
     around = time.perf_counter() - since
+    random = torch.get_rng_state()
     for name, work in ways:
+        torch.set_rng_state(random)
         dist.barrier()
         begin = time.perf_counter()
         loss_sum, num_targets = work.forward_backward(trained, watch)
         losses[name], interrupted = _share(loss_sum, num_targets, stop)
         seconds[name] = time.perf_counter() - begin
         norms[name] = trained.total_norm()
+        if name == BALANCED:
+            after = torch.get_rng_state()
+    torch.set_rng_state(after)
     begin = time.perf_counter()
     norm = update(trained, watch)
     around += time.perf_counter() - begin

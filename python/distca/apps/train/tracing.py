@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from distca.apps.common.files import writing
 from distca.apps.common.memory_log import Watch
 from distca.context import Context
 from distca.trace.timeline import TRACE
@@ -105,4 +106,5 @@ class StepTraces:
         if dist.get_rank() == 0:
             self.everyone = everyone
             for file in files:
-                write_trace(file, everyone)
+                with writing(file):
+                    write_trace(file, everyone)

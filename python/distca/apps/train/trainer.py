@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from distca.apps.common.corpus import Corpus
-from distca.apps.common.files import writing
 from distca.apps.common.memory_log import MemoryLog
 from distca.apps.common.sources import DataError
 from distca.apps.common.stopping import stop_request
@@ -24,6 +23,7 @@ from distca.apps.train.corpora import check_held_out, read_corpora
 from distca.apps.train.data import Batches
 from distca.apps.train.data_parallel import DataParallel
 from distca.apps.train.evaluation import Evaluation
+from distca.apps.train.export import save_description
 from distca.apps.train.log import RunLog
 from distca.apps.train.metrics import StepMetrics
 from distca.apps.train.model import check_positions
@@ -72,6 +72,8 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
             way: opened.enter_context(run.steps(_batches(config, corpus, start, run), context, way)) for way in ways
         }
         progress = opened.enter_context(Progress(config.steps, start, shows=rank == 0))
+        if rank == 0:
+            save_description(run_dir, run.model.config, tokenizer)
         log = opened.enter_context(RunLog(config, run_dir if rank == 0 else None, corpus, start=start))
         log_file = run_dir / f"memory-rank{rank}.jsonl" if config.log_memory else None
         memory = opened.enter_context(MemoryLog(log_file, context))
@@ -105,7 +107,7 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
             log.step(metrics, loads)
             progress.step(metrics, interrupted=interrupted)
             if not math.isfinite(result.loss):
-                raise DistcaError(f"the loss is {result.loss} at step {step}: lower --lr (now {config.lr:g})")
+                raise DistcaError(f"the loss is {result.loss} at step {taken}: lower --lr (now {config.lr:g})")
             if interrupted or taken == config.steps or _due(taken, config.checkpoint_every):
                 checkpoints.save(trained, RunState(taken, ranks, corpus.fingerprint))
                 traces.skip()
@@ -113,9 +115,8 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
                 break
             since = time.perf_counter()
         if config.export is not None and not interrupted:
-            run.export(run_dir, config.export, tokenizer)
-        with writing(run_dir):
-            traces.write()
+            run.export(run_dir, config.export)
+        traces.write()
         more = run.report(run_dir, traces.everyone)
         return log.finish(interrupted, context.attention, run.notes(), traces.everyone, more)
 

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from distca.apps.common.memory_log import Watch
-    from distca.apps.common.tokens import Tokenizer
     from distca.apps.train.checkpoint import Trained
     from distca.apps.train.data import Batches
     from distca.apps.train.metrics import AttentionLoads
@@ -69,7 +68,7 @@ class Parallelism(Protocol):
     def losses(self, batches: Batches, context: Context) -> tuple[torch.Tensor, int]:
         """The sum of this process's losses over the batches, and the number of targets of all, by forward alone."""
 
-    def export(self, run_dir: Path, folder: Path, tokenizer: Tokenizer | None) -> None:
+    def export(self, run_dir: Path, folder: Path) -> None:
         """Writes the model to a folder, after the run's last checkpoint. It is collective."""
 
     def report(self, run_dir: Path, traces: Sequence[Trace]) -> list[str]:

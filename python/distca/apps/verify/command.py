@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from distca.apps.common.files import write_given
 from distca.apps.common.machine import setting
 from distca.apps.common.options import add_debug
 from distca.apps.verify.verify import Check, Scope, checks
@@ -93,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json is not None:
         checked = [asdict(check) | {"errors": _without_nan(check.errors)} for check in found]
         content = {"checks": checked, "seed": scope.seed, **facts}
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+        write_given("--json", options.json, json.dumps(content, indent=1) + "\n")
     return 0 if passed and not failed else 1
 
 
