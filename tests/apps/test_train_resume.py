@@ -167,7 +167,7 @@ def test_a_run_that_is_under_way_is_not_resumed_beside_it(
     partial.mkdir()
     with locked(run_dir):
         assert main(["train", "--resume", str(run_dir)]) == 2
-    assert f"the run in {run_dir} is under way: stop it first" in capsys.readouterr().err
+    assert f"another run is under way in {run_dir}: wait until it has ended" in capsys.readouterr().err
     assert partial.exists() and list(whole_checkpoints(run_dir)) == [2, 4]
     with locked(run_dir):
         pass
