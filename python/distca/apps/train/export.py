@@ -29,7 +29,7 @@ def save_description(run_dir: Path, shape: PreTrainedConfig, tokenizer: Tokenize
     if folder.exists():
         return
     partial = run_dir / f"{_MODEL}.partial"
-    with writing(folder):
+    with writing(run_dir):
         shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
         _plain(shape).save_pretrained(partial)
         if tokenizer is not None:
