@@ -302,9 +302,7 @@ def _word(value: Any) -> str:
 
 def _seconds(microseconds: Any) -> float:
     seconds = float(microseconds * 1e-6)
-    if (
-        not abs(seconds) < 2**63 * 1e-9
-    ):  # of the monotonic clock, which counts nanoseconds; written so that NaN fails too
+    if not abs(seconds) < 2**63 * 1e-9:  # of a clock that counts nanoseconds; NaN fails, too
         raise ValueError(f"{microseconds!r:.40} is no time in microseconds")
     return seconds
 
