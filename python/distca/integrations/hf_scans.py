@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -105,9 +106,9 @@ class _Along:
 
 
 _along: ContextVar[_Along | None] = ContextVar("distca.along", default=None)
-_num_open = (
-    0  # how many `along_documents` there are in all threads: compiled code, which cannot ask for _along, guards on it
-)
+# How many `along_documents` there are in all threads. Compiled code, which cannot ask for _along, guards on it.
+_num_open = 0
+_replacing = threading.Lock()
 
 
 def exchange_of_rows(plan: Current) -> RowExchange:
@@ -140,9 +141,10 @@ def functions_of(module: torch.nn.Module) -> frozenset[str]:
     names = used & {_CONVOLUTION, *_SCANS}
     if _CONVOLUTION not in names or not all(callable(found.get(name)) for name in names):
         return frozenset()
-    for name in names | used & {*_FUSED}:
-        if not hasattr(found[name], "_distca_along"):
-            found[name] = along_function(name, found[name])
+    with _replacing:
+        for name in names | used & {*_FUSED}:
+            if not hasattr(found[name], "_distca_along"):
+                found[name] = along_function(name, found[name])
     return frozenset(names)
 
 
