@@ -22,6 +22,7 @@ from distca import pipeline
 from distca.apps.train.stages import Chunk
 from distca.integrations import hf
 from distca.integrations.hf_recurrent import run_by_document
+from distca.integrations.hf_scans import functions_of
 from support import ranks as processes
 from support.branches import Tree
 from support.groups import loopback_group, on_all_ranks, outcomes
@@ -217,7 +218,8 @@ def _train_in_groups(which: str, wrapper: str, parts: tuple[str, ...]) -> Result
     if wrapper == "fsdp2":
         for layer in model.model.layers:
             for part in parts:
-                if hasattr(layer, part.split(".")[0]):
+                module = getattr(layer, part.split(".")[0], None)
+                if module is not None and functions_of(module):  # in older versions of transformers it has none
                     fully_shard(layer.get_submodule(part))
             fully_shard(layer)
         fully_shard(model)
