@@ -129,7 +129,8 @@ def scan_split(
         like = results[0] if results else None
         results.append(_of_cut_documents(scan, rows, of_heads, split, rank, exchange, like))
     if not results:  # a rank without rows
-        return _of_a_row(scan, rows, of_heads)[:0]
+        like = _of_a_row(scan, rows, of_heads)
+        return _nothing(rows, of_heads, like).reshape(0, *like.shape[1:])
     result = torch.cat(results)
     return result if split.whole_rows is None and not split.is_moved else result.index_select(0, split.place)
 
@@ -140,6 +141,15 @@ def _of_a_row(scan: Scan, rows: Mapping[str, torch.Tensor], of_heads: Mapping[st
     device = next(iter(zeros.values())).device
     with torch.no_grad():
         return scan(zeros, of_heads, Documents([1], torch.tensor([0, 1], dtype=torch.int32, device=device)))
+
+
+def _nothing(
+    rows: Mapping[str, torch.Tensor], of_heads: Mapping[str, torch.Tensor], like: torch.Tensor
+) -> torch.Tensor:
+    """No elements, of the dtype of `like`, in the graph of all tensors: ranks exchange gradients, and wrappers such as
+    DDP wait for those of each parameter.
+    """
+    return torch.cat([value.flatten()[:0].to(like.dtype) for value in (*rows.values(), *of_heads.values())])
 
 
 def _of_cut_documents(
@@ -171,8 +181,7 @@ def _of_cut_documents(
         computed = scan(here, kept, split.cut)
     else:
         like = _of_a_row(scan, rows, of_heads) if like is None else like
-        nothing = next(iter(here.values())).flatten()[:0]  # in the graph, because all ranks exchange gradients
-        computed = nothing.to(like.dtype).reshape(len(split.take), 0, *like.shape[2:])
+        computed = _nothing(here, of_heads, like).reshape(len(split.take), 0, *like.shape[2:])
     back = computed.index_select(0, split.give).split(split.num_give)
     of_row = computed.shape[2:]
     own = split.num_give[rank]

@@ -146,8 +146,8 @@ FAULTS = [
     Fault(
         "a rank without heads leaves the exchange of gradients out",
         SCANS,
-        "computed = nothing.to(like.dtype)",
-        "computed = nothing.detach().to(like.dtype)",
+        "computed = _nothing(here, of_heads, like)",
+        "computed = _nothing(here, of_heads, like).detach()",
         (OF_SCANS,),
     ),
     Fault(
