@@ -164,24 +164,35 @@ def along_documents(plan: Current) -> Iterator[set[str]]:
 
 def along_function(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """The function, which inside of `along_documents` runs along documents, and elsewhere as always."""
+    parameters = list(inspect.signature(original).parameters)
+    packed_by = _SCANS[name].packed_by if name in _SCANS else None
+    packed_by = packed_by if _packs(original, packed_by) else None
 
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
-        return _run(name, original, args, kwargs) if _num_open else original(*args, **kwargs)
+        if not _num_open:
+            return original(*args, **kwargs)
+        return _run(name, original, parameters, packed_by, args, kwargs)
 
     run.__dict__["_distca_along"] = True
     return run
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _run(name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(
+    name: str,
+    original: Callable[..., Any],
+    parameters: list[str],
+    packed_by: str | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
     along = _along.get()
     if along is None:
         return original(*args, **kwargs)
     if name in _FUSED:
         return None
     along.called.add(name)
-    parameters = list(inspect.signature(original).parameters)
     named = dict(zip(parameters, args, strict=False)) | kwargs
 
     def call(changed: dict[str, Any]) -> Any:
@@ -192,8 +203,7 @@ def _run(name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs:
 
     if name == _CONVOLUTION:
         return _convolve(call, named, along)
-    arguments = _SCANS[name]
-    return _scan(arguments, call, named, along, arguments.packed_by if _packs(original, arguments.packed_by) else None)
+    return _scan(_SCANS[name], call, named, along, packed_by)
 
 
 def _packs(original: Callable[..., Any], keyword: str | None) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from distca.planner.layout import Layout
-from distca.planner.pieces import Piece, num_rows_of, one_after_another, pieces_of, row_numbers
+from distca.planner.pieces import Piece, kept_with_layout, num_rows_of, one_after_another, pieces_of, row_numbers
 
 if TYPE_CHECKING:
     from distca.connect.row_exchange import RowExchange
@@ -70,9 +69,7 @@ class Gathering:
         return torch.cat(have).index_select(0, self.place)
 
 
-_gatherings: weakref.WeakKeyDictionary[Layout, dict[Any, Gathering | None]] = weakref.WeakKeyDictionary()
-
-
+@kept_with_layout
 def gathering(layout: Layout, rank: int, device: torch.device | str = "cpu") -> Gathering | None:
     """How documents get together; None if each of them lies on one rank, all that it sees in a row.
 
@@ -81,14 +78,7 @@ def gathering(layout: Layout, rank: int, device: torch.device | str = "cpu") -> 
         rank: this rank.
         device: where the rows are.
     """
-    made = _gatherings.setdefault(layout, {})
-    key = rank, str(device)
-    if key not in made:
-        made[key] = _gathering(layout, rank, torch.device(device))
-    return made[key]
-
-
-def _gathering(layout: Layout, rank: int, device: torch.device) -> Gathering | None:
+    device = torch.device(device)
     documents, padding = pieces_of(layout, rank)
     if all(len(pieces) == 1 for pieces in documents):
         return None

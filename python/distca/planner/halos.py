@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from distca.planner.layout import Layout
-from distca.planner.pieces import Piece, num_rows_of, one_after_another, part_of, pieces_of, row_numbers
+from distca.planner.pieces import (
+    Piece,
+    kept_with_layout,
+    num_rows_of,
+    one_after_another,
+    part_of,
+    pieces_of,
+    row_numbers,
+)
 
 if TYPE_CHECKING:
     from distca.connect.row_exchange import RowExchange
@@ -50,9 +57,7 @@ class Halos:
         return torch.cat(have).index_select(0, self.take)
 
 
-_halos: weakref.WeakKeyDictionary[Layout, dict[Any, Halos]] = weakref.WeakKeyDictionary()
-
-
+@kept_with_layout
 def halos(layout: Layout, rank: int, width: int, device: torch.device | str = "cpu") -> Halos:
     """The halos of a rank's pieces.
 
@@ -62,14 +67,7 @@ def halos(layout: Layout, rank: int, width: int, device: torch.device | str = "c
         width: how many rows in front of a row are looked at.
         device: where the rows are.
     """
-    made = _halos.setdefault(layout, {})
-    key = rank, width, str(device)
-    if key not in made:
-        made[key] = _make(layout, rank, width, torch.device(device))
-    return made[key]
-
-
-def _make(layout: Layout, rank: int, width: int, device: torch.device) -> Halos:
+    device = torch.device(device)
     documents, padding = pieces_of(layout, rank)
     here: list[tuple[Piece, list[Piece]]] = [(piece, []) for (piece,) in padding]  # with what is in front of it
     go: list[list[Piece]] = [[] for _ in range(layout.num_ranks)]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from distca.planner.layout import Layout
-from distca.planner.pieces import Piece, num_rows_of, one_after_another, pieces_of, row_numbers
+from distca.planner.pieces import Piece, kept_with_layout, num_rows_of, one_after_another, pieces_of, row_numbers
 
 
 class Documents(NamedTuple):
@@ -62,9 +61,7 @@ def heads_of_rank(num_heads: int, rank: int, num_ranks: int) -> range:
     return range(num_heads * rank // num_ranks, num_heads * (rank + 1) // num_ranks)
 
 
-_splits: weakref.WeakKeyDictionary[Layout, dict[Any, HeadSplit]] = weakref.WeakKeyDictionary()
-
-
+@kept_with_layout
 def head_split(layout: Layout, rank: int, device: torch.device | str = "cpu") -> HeadSplit:
     """How the ranks share documents that are cut.
 
@@ -73,14 +70,7 @@ def head_split(layout: Layout, rank: int, device: torch.device | str = "cpu") ->
         rank: this rank.
         device: where the rows are.
     """
-    made = _splits.setdefault(layout, {})
-    key = rank, str(device)
-    if key not in made:
-        made[key] = _make(layout, rank, torch.device(device))
-    return made[key]
-
-
-def _make(layout: Layout, rank: int, device: torch.device) -> HeadSplit:
+    device = torch.device(device)
     documents, padding = pieces_of(layout, rank)
     whole, cut = list(padding), []
     for pieces in documents:

@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 
 from distca.planner.layout import PADDING, Layout
+
+_Made = TypeVar("_Made")
+_Arguments = ParamSpec("_Arguments")
+
+
+def kept_with_layout(make: Callable[_Arguments, _Made]) -> Callable[_Arguments, _Made]:
+    """Decorates a function of a layout, which comes first, and of other arguments: it runs once for each of these as
+    long as the layout lives.
+    """
+    kept: weakref.WeakKeyDictionary[Layout, dict[Any, _Made]] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(make)
+    def find(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Made:
+        layout, *others = cast("tuple[Layout, Any]", args)
+        made = kept.setdefault(layout, {})
+        key = (*others, *kwargs.items())
+        if key not in made:
+            made[key] = make(*args, **kwargs)
+        return made[key]
+
+    return find
 
 
 class Piece(NamedTuple):
