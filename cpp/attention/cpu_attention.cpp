@@ -212,11 +212,7 @@ struct CpuAttention::State {
       const Unit& unit = call.units[static_cast<size_t>(u)];
       if (u > 0 && call.units[static_cast<size_t>(u - 1)].group == unit.group) continue;
       const KeyGroup& group = call.group_of(unit);
-      for (int64_t begin = group.kv_begin; begin < group.kv_end;) {
-        const int64_t end = std::min(round_down(begin, kStepKeys) + kStepKeys, group.kv_end);
-        items.push_back({end - begin, u, 0, begin, end});
-        begin = end;
-      }
+      for_each_step(group, [&](int64_t begin, int64_t end) { items.push_back({end - begin, u, 0, begin, end}); });
     }
   }
 
@@ -284,13 +280,10 @@ struct CpuAttention::State {
     });
   }
 
-  void work(float* base) {
+  void work(int num_workers, float* base) {
     const KernelThread thread(*call.micro);
-    for (;;) {
-      const int64_t i = next_item.fetch_add(1, std::memory_order_relaxed);
-      if (i >= std::ssize(items)) return;
-      pass->work(call, items[static_cast<size_t>(i)], base);
-    }
+    WorkerItems mine(items, num_workers, next_item);
+    while (const WorkItem* item = mine.take()) pass->work(call, *item, mine, base);
   }
 
   void run(const Pass& which, const Parallel& parallel) {
@@ -301,8 +294,9 @@ struct CpuAttention::State {
     for (int i = 0; i < num_workers; ++i) scratch[static_cast<size_t>(i)].reserve(floats);
     pass = &which;
     next_item.store(0, std::memory_order_relaxed);
-    // The lambda captures one pointer; std::function keeps that inside itself.
-    parallel.run(num_workers, [this](int worker) { work(scratch[static_cast<size_t>(worker)].data()); });
+    // What the lambda captures is small enough that std::function keeps it inside itself.
+    parallel.run(num_workers,
+                 [this, num_workers](int worker) { work(num_workers, scratch[static_cast<size_t>(worker)].data()); });
   }
 };
 

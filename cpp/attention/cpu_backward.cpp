@@ -256,7 +256,7 @@ void store_key_gradients(const KernelCall& call, const KeyGroup& group, int64_t 
   }
 }
 
-void work_on_chunk(const KernelCall& call, const WorkItem& item, float* scratch) {
+void work_on_chunk(const KernelCall& call, const WorkItem& item, WorkerItems&, float* scratch) {
   const Unit& unit = call.units[static_cast<size_t>(item.unit)];
   const KeyGroup& group = call.group_of(unit);
   const Scores& scores = call.scores_of(unit);
@@ -302,7 +302,7 @@ void work_on_chunk(const KernelCall& call, const WorkItem& item, float* scratch)
 
 int64_t no_scratch(const KernelCall&) { return 0; }
 
-void store_query_gradients(const KernelCall& call, const WorkItem& item, float*) {
+void store_query_gradients(const KernelCall& call, const WorkItem& item, WorkerItems&, float*) {
   const HeadShape& heads = call.problem->heads;
   const Unit& unit = call.units[static_cast<size_t>(item.unit)];
   const KeyGroup& group = call.group_of(unit);

@@ -2,13 +2,14 @@
 // steps of keys in ascending order.
 //
 // A unit with few keys is the work of one worker, which packs its keys and attends all its query rows. What it has
-// packed stays in its cache. It takes the heads of a document one after the other, because their rows lie side by side
-// in memory, and fetches the rows of the next head while it computes. Other units are packed by one pass, and their
-// query rows are attended by a second one.
+// packed stays in its cache. It packs some heads of a document together, because their rows lie side by side in memory,
+// and fetches the query rows of the next head while it computes. Other units are packed by one pass, and their query
+// rows are attended by a second one.
 #include <atomic>
 #include <cmath>
 #include <limits>
 #include <optional>
+#include <utility>
 
 #include "attention/cpu_kernel.h"
 
@@ -47,55 +48,56 @@ PackedStep packed_step(const KernelCall& call, const KeyGroup& group, float* pac
 
 int64_t no_scratch(const KernelCall&) { return 0; }
 
-/// Packs one step of keys for all units of the batch that belong to one group. It packs a few rows of every head at a
-/// time, because the heads of a row lie side by side in memory.
-void pack_step(const KernelCall& call, const WorkItem& item, float*) {
+/// Packs keys [step_begin, step_end) of one step for some units of one group; packed_at(u) is where those of units[u]
+/// begin. It packs a few rows of every head at a time, because the heads of a row lie side by side in memory.
+template <class PackedAt>
+void pack_heads(const KernelCall& call, std::span<const Unit> units, int64_t step_begin, int64_t step_end,
+                const PackedAt& packed_at) {
   const int64_t most = std::max<int64_t>(16, call.micro->row_unit);
   const HeadShape& heads = call.problem->heads;
-  const KeyGroup& group = call.group_of(call.units[static_cast<size_t>(item.unit)]);
-  const int64_t start = round_down(item.begin, kStepKeys);
+  const KeyGroup& group = call.group_of(units.front());
+  const int64_t start = round_down(step_begin, kStepKeys);
   for (const auto& [views, is_keys] : {std::pair{&group.k, true}, {&group.v, false}}) {
-    for (int64_t begin = item.begin; begin < item.end;) {
-      const int64_t end = std::min(round_down(begin, most) + most, item.end);
-      for (const Unit& unit : call.units.subspan(static_cast<size_t>(item.unit))) {
-        if (&call.group_of(unit) != &group) break;
-        const PackedStep step = packed_step(call, group, call.memory + unit.offset, start);
+    for (int64_t begin = step_begin; begin < step_end;) {
+      const int64_t end = std::min(round_down(begin, most) + most, step_end);
+      for (int64_t u = 0; u < std::ssize(units); ++u) {
+        const PackedStep step = packed_step(call, group, packed_at(u), start);
+        const int64_t head = units[static_cast<size_t>(u)].kv_head;
         if (is_keys)
-          pack_keys(call, group, *views, unit.kv_head, start, begin, end, heads.dim, step.keys);
+          pack_keys(call, group, *views, head, start, begin, end, heads.dim, step.keys);
         else
-          pack_values(call, group, *views, unit.kv_head, start, begin, end, heads.v_dim, step.values);
+          pack_values(call, group, *views, head, start, begin, end, heads.v_dim, step.values);
       }
       begin = end;
     }
   }
 }
 
+/// Packs one step of keys for all units of the batch that belong to one group.
+void pack_step(const KernelCall& call, const WorkItem& item, WorkerItems&, float*) {
+  const auto units = call.units.subspan(static_cast<size_t>(item.unit));
+  const auto end = std::ranges::find_if(units, [&](const Unit& u) { return u.group != units.front().group; });
+  pack_heads(call, std::span(units.begin(), end), item.begin, item.end,
+             [&](int64_t u) { return call.memory + units[static_cast<size_t>(u)].offset; });
+}
+
 // ---- rows to come
 
-/// The rows of a unit that is computed next. They lie far apart in memory. Therefore they are fetched into the cache, a
-/// few at a time, while the unit before it is at work.
+/// The query rows of a unit that is computed next, and where their results go. They lie far apart in memory. Therefore
+/// they are fetched into the cache while the unit before it is at work, a few at a time, because a core has few under
+/// way at once and then stands still.
 class UnitToCome {
  public:
   UnitToCome(const KernelCall& call, const Unit& unit)
-      : call_(call), unit_(unit), group_(call.group_of(unit)), key_(group_.kv_begin), task_(group_.task_begin) {}
+      : call_(call), unit_(unit), group_(call.group_of(unit)), task_(group_.task_begin) {}
 
+  /// Is called some times for each step of the softmax of a tile.
   void prefetch_some() {
-    constexpr int64_t kRows = 16;
-    const HeadShape& heads = call_.problem->heads;
-    const int64_t end = std::min(key_ + kRows, group_.kv_end);
-    prefetch_keys(group_.k, end, heads.dim * heads.element_bytes());
-    prefetch_keys(group_.v, end, heads.v_dim * heads.element_bytes());
-    key_ = end;
-    for (int64_t i = 0; i < kRows && task_ < group_.task_end; ++i) prefetch_query();
+    const int64_t most = call_.micro->softmax_keys / 16;
+    for (int64_t i = 0; i < most && task_ < group_.task_end; ++i) prefetch_query();
   }
 
  private:
-  void prefetch_keys(const RowView (&views)[2], int64_t end, int64_t bytes) const {
-    for_each_run(group_, views, unit_.kv_head, key_, end,
-                 [&](int64_t, int64_t rows, const std::byte* src, int64_t stride) {
-                   for (int64_t i = 0; i < rows; ++i) prefetch_bytes(src + i * stride, bytes);
-                 });
-  }
   void prefetch_query() {
     const HeadShape& heads = call_.problem->heads;
     const Task& task = call_.problem->tasks[static_cast<size_t>(task_)];
@@ -110,8 +112,7 @@ class UnitToCome {
   const KernelCall& call_;
   const Unit& unit_;
   const KeyGroup& group_;
-  int64_t key_;   // the next row of keys
-  int64_t task_;  // the task of the next query row
+  int64_t task_;  // of the next row
   int64_t task_row_ = 0;
 };
 
@@ -160,13 +161,19 @@ struct Pairing {
 };
 
 /// Attends one tile of queries to one step of the online softmax, which begins `key` rows after the packed step.
+/// Meanwhile it fetches rows of the unit to come, if there is one.
 void attend(const KernelCall& call, const Scores& scores, const PackedStep& step, int64_t key, const Pairing& pairing,
-            const Buffers& buffers) {
+            const Buffers& buffers, UnitToCome* next) {
   const MicroKernel& micro = *call.micro;
   const ScoreTile& shape = pairing.shape;
   const int64_t tile = pairing.tile;
+  const auto prefetch_some = [&] {
+    if (next != nullptr) next->prefetch_some();
+  };
+  prefetch_some();
   micro.multiply_scores({shape, call.words, step.keys.data + key * kPanelWords, step.keys.panel_stride,
                          buffers.queries + tile * Buffers::query_floats(call), buffers.scores});
+  prefetch_some();
   float scale = softmax_scale(scores);
   if (scores.softcap != 0.f) {
     micro.cap_scores(shape, scale, scores.softcap, buffers.scores);
@@ -175,17 +182,15 @@ void attend(const KernelCall& call, const Scores& scores, const PackedStep& step
   micro.softmax_step(shape, scale, buffers.scores,
                      {buffers.row_base + tile * kTileRows, buffers.row_sum + tile * kTileRows,
                       buffers.row_max + tile * kTileRows, buffers.rescale});
+  prefetch_some();
   micro.add_values(shape, pairing.rows, call.v_columns, buffers.scores, step.values, key,
                    {buffers.out + tile * Buffers::out_floats(call), buffers.rescale, pairing.is_first});
 }
 
-/// Writes the log-sum-exp.
-void store_lse(const Task& task, int64_t head, int64_t task_row, int64_t rows, const float* row_base,
-               const float* row_sum) {
-  for (int64_t i = 0; i < rows; ++i) {
-    const float lse = row_sum[i] == 0.f ? -kInfinity : row_base[i] + std::log(row_sum[i]);
-    std::memcpy(task.lse.at(task_row + i, head), &lse, sizeof(lse));
-  }
+/// Writes `rows` values of a column of a [rows, heads, 1] fp32 view.
+void store_column(const RowView& view, int64_t row, int64_t head, int64_t rows, const float* src) {
+  std::byte* to = view.at(row, head);
+  for (int64_t i = 0; i < rows; ++i, to += view.row_stride) std::memcpy(to, src + i, sizeof(float));
 }
 
 /// Raises a maximum that workers share. NaN is above all numbers, 0 above -0.
@@ -251,8 +256,7 @@ void attend_rows(const KernelCall& call, const WorkItem& item, float* packed, co
       const bool is_first = start == first_step[t];
       const Pairing pairing{tile, rows_of(t), is_first, tile_of(call, rows_of(t), seen[t].visible())};
       if (pairing.shape.begin == pairing.shape.end) continue;
-      if (next != nullptr) next->prefetch_some();
-      attend(call, scores, step, start - step_start, pairing, buffers);
+      attend(call, scores, step, start - step_start, pairing, buffers, next);
     }
   }
 
@@ -261,7 +265,9 @@ void attend_rows(const KernelCall& call, const WorkItem& item, float* packed, co
     for (int64_t t = 0; t < tiles; ++t) {
       const int64_t tile = h * tiles + t, task_row = item.begin - task.q_begin + t * kTileRows;
       const float* row_sum = buffers.row_sum + tile * kTileRows;
-      store_lse(task, head, task_row, rows_of(t), buffers.row_base + tile * kTileRows, row_sum);
+      alignas(64) float lse[kTileRows];
+      micro.log_sum_exp(buffers.row_base + tile * kTileRows, row_sum, lse);
+      store_column(task.lse, task_row, head, rows_of(t), lse);
       if (task.max_logits != nullptr)
         raise(task.max_logits[head], largest_score(rows_of(t), buffers.row_max + tile * kTileRows, row_sum));
       micro.store_sums(heads.dtype, rows_of(t), heads.v_dim, 1.f, row_sum,
@@ -271,7 +277,7 @@ void attend_rows(const KernelCall& call, const WorkItem& item, float* packed, co
   }
 }
 
-void work_on_rows(const KernelCall& call, const WorkItem& item, float* scratch) {
+void work_on_rows(const KernelCall& call, const WorkItem& item, WorkerItems&, float* scratch) {
   FloatCarver carver(scratch);
   const Buffers buffers(call, carver);
   const Unit& unit = call.units[static_cast<size_t>(item.unit)];
@@ -280,30 +286,41 @@ void work_on_rows(const KernelCall& call, const WorkItem& item, float* scratch) 
 
 // ---- whole units
 
-int64_t whole_units_scratch(const KernelCall& call) { return forward_scratch(call) + kMostWholeUnitFloats; }
+int64_t whole_units_scratch(const KernelCall& call) { return forward_scratch(call) + kMostPackedFloats; }
 
-void work_on_units(const KernelCall& call, const WorkItem& item, float* scratch) {
+/// Attends all query rows of a unit to its keys, which are packed at `packed`.
+void attend_unit(const KernelCall& call, int64_t unit, float* packed, const Buffers& buffers, UnitToCome* next) {
+  const KeyGroup& group = call.group_of(call.units[static_cast<size_t>(unit)]);
+  for (int64_t t = group.task_begin; t < group.task_end; ++t) {
+    const Task& task = call.problem->tasks[static_cast<size_t>(t)];
+    for (int64_t begin = task.q_begin; begin < task.q_end; begin += call.item_rows) {
+      const WorkItem rows{0, unit, t, begin, std::min(begin + call.item_rows, task.q_end)};
+      attend_rows(call, rows, packed, buffers, next);
+    }
+  }
+}
+
+void work_on_units(const KernelCall& call, const WorkItem& item, WorkerItems& others, float* scratch) {
   FloatCarver carver(scratch);
   const Buffers buffers(call, carver);
-  float* const packed = carver.take(kMostWholeUnitFloats);
-  const HeadShape& heads = call.problem->heads;
-  for (int64_t u = item.begin; u < item.end; ++u) {
-    const Unit& unit = call.units[static_cast<size_t>(u)];
-    const KeyGroup& group = call.group_of(unit);
-    std::optional<UnitToCome> next;
-    if (u + 1 < item.end) next.emplace(call, call.units[static_cast<size_t>(u + 1)]);
-    for (int64_t start = round_down(group.kv_begin, kStepKeys); start < group.kv_end; start += kStepKeys) {
-      const PackedStep step = packed_step(call, group, packed, start);
-      pack_keys(call, group, group.k, unit.kv_head, start, step.begin, step.end, heads.dim, step.keys);
-      pack_values(call, group, group.v, unit.kv_head, start, step.begin, step.end, heads.v_dim, step.values);
+  float* const packed = carver.take(kMostPackedFloats);
+  const KeyGroup& group = call.group_of(call.units[static_cast<size_t>(item.begin)]);
+  const int64_t unit_floats = forward_unit_floats(call, group);
+  const auto packed_at = [&](int64_t i) { return packed + i * unit_floats; };
+  const int64_t most = kMostPackedFloats / std::max<int64_t>(unit_floats, 1);
+  for (int64_t first = item.begin; first < item.end;) {
+    const int64_t end = std::min(first + most, item.end);
+    const auto units = call.units.subspan(static_cast<size_t>(first), static_cast<size_t>(end - first));
+    for_each_step(group, [&](int64_t key, int64_t key_end) { pack_heads(call, units, key, key_end, packed_at); });
+    for (int64_t u = first; u < end; ++u) {
+      std::optional<UnitToCome> next;
+      if (u + 1 < item.end)
+        next.emplace(call, call.units[static_cast<size_t>(u + 1)]);
+      else if (const WorkItem* ahead = others.look_ahead())
+        next.emplace(call, call.units[static_cast<size_t>(ahead->begin)]);
+      attend_unit(call, u, packed_at(u - first), buffers, next ? &*next : nullptr);
     }
-    for (int64_t t = group.task_begin; t < group.task_end; ++t) {
-      const Task& task = call.problem->tasks[static_cast<size_t>(t)];
-      for (int64_t begin = task.q_begin; begin < task.q_end; begin += call.item_rows) {
-        const WorkItem rows{0, u, t, begin, std::min(begin + call.item_rows, task.q_end)};
-        attend_rows(call, rows, packed, buffers, next ? &*next : nullptr);
-      }
-    }
+    first = end;
   }
 }
 

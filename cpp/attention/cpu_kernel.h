@@ -14,6 +14,7 @@
 #include <memory>
 #include <new>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "attention/attention.h"
@@ -91,6 +92,35 @@ struct WorkItem {
   int64_t end;
 };
 
+/// Hands the items of a pass to one of the workers that share them, one after another.
+class WorkerItems {
+ public:
+  /// `next` is the number of the next item that no worker has.
+  WorkerItems(std::span<const WorkItem> items, int64_t num_workers, std::atomic<int64_t>& next)
+      : items_(items), num_workers_(num_workers), next_(next) {}
+
+  /// Null where all are taken.
+  const WorkItem* take() { return ahead_ != nullptr ? std::exchange(ahead_, nullptr) : take_any(); }
+  /// What take() will return, or null. The worker has this item from now on. Therefore there is none where so few are
+  /// left that another worker might wait for it.
+  const WorkItem* look_ahead() {
+    const int64_t left = std::ssize(items_) - next_.load(std::memory_order_relaxed);
+    if (ahead_ == nullptr && left > num_workers_) ahead_ = take_any();
+    return ahead_;
+  }
+
+ private:
+  const WorkItem* take_any() {
+    const auto i = static_cast<size_t>(next_.fetch_add(1, std::memory_order_relaxed));
+    return i < items_.size() ? &items_[i] : nullptr;
+  }
+
+  std::span<const WorkItem> items_;
+  int64_t num_workers_;
+  std::atomic<int64_t>& next_;
+  const WorkItem* ahead_ = nullptr;
+};
+
 /// The problem, the batch and the numbers that follow from them, as a worker sees them.
 struct KernelCall {
   const Problem* problem = nullptr;
@@ -124,13 +154,15 @@ inline float softmax_scale(const Scores& scores) { return scores.scale == 0.f ? 
 /// A pass over the items of a batch: the work, and how much scratch an item needs at most.
 struct Pass {
   int64_t (*scratch_floats)(const KernelCall&);
-  void (*work)(const KernelCall&, const WorkItem&, float* scratch);
+  void (*work)(const KernelCall&, const WorkItem&, WorkerItems& others, float* scratch);
 };
 
 /// Forward of units with few keys: items are units of one group, and a unit's query rows are attended with its keys.
 extern const Pass kWholeUnitsPass;
 /// The floats of packed keys and values that such a unit may have: half a megabyte, a part of the second-level cache.
 inline constexpr int64_t kMostWholeUnitFloats = int64_t{1} << 17;
+/// Those that units have which are packed together.
+inline constexpr int64_t kMostPackedFloats = 2 * kMostWholeUnitFloats;
 /// Forward of other units: items of the first pass are steps of keys, items of the second are query rows.
 extern const Pass kPackKeysPass;
 extern const Pass kForwardPass;  // out and lse
@@ -159,6 +191,16 @@ void for_each_run(const KeyGroup& group, const RowView (&views)[2], int64_t kv_h
     const RowView& view = views[entry & 1];
     pack(row, stop - row, view.at((entry >> 1) + row - block * kKeyBlockRows, kv_head), view.row_stride);
     row = stop;
+  }
+}
+
+/// Calls work(begin, end) for the document rows of each step of the group's keys.
+template <class Work>
+void for_each_step(const KeyGroup& group, const Work& work) {
+  for (int64_t begin = group.kv_begin; begin < group.kv_end;) {
+    const int64_t end = std::min(round_down(begin, kStepKeys) + kStepKeys, group.kv_end);
+    work(begin, end);
+    begin = end;
   }
 }
 
@@ -194,6 +236,7 @@ inline void pack_values(const KernelCall& call, const KeyGroup& group, const Row
 /// Fetches memory into the second-level cache.
 inline void prefetch_bytes(const std::byte* p, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
+  asm volatile("");  // GCC leaves out calls of a function that has no effect, and takes prefetches for none
 }
 
 // ---- what sees what

@@ -45,6 +45,7 @@ constexpr MicroKernel table(const char* operands, decltype(MicroKernel::pack_row
           .multiply_visible = multiply_visible<Operands>,
           .cap_scores = cap_scores,
           .softmax_step = softmax_step<Operands>,
+          .log_sum_exp = log_sum_exp,
           .softmax_gradient = softmax_gradient<Operands>,
           .store_rows = store_rows,
           .store_sums = store_row_sums,

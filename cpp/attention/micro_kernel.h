@@ -152,6 +152,8 @@ struct MicroKernel {
   /// of keys, kTileRows], and zero where a row sees no key. A row whose base is still -inf keeps a sum of zero.
   /// scale > 0.
   void (*softmax_step)(const ScoreTile& tile, float scale, float* scores, const SoftmaxState& state);
+  /// Sets lse = base + log(sum), the natural logarithm, of each row of a tile; -inf where the sum is zero.
+  void (*log_sum_exp)(const float* row_base, const float* row_sum, float* lse);
   /// Computes P = exp(scale * score - lse) and dS = P * (dprob - delta). Both are zero where a row sees no key, in rows
   /// whose lse is -inf and in lanes past the tile's. With cap != 0 the scores are capped already, and dS is multiplied
   /// by the derivative of the cap. scale > 0.

@@ -188,6 +188,29 @@ DISTCA_INLINE Floats rough_power_of_two(Floats x) {
 }
 #endif
 
+/// Coefficients of (log(1 + r) - r + r^2 / 2) / r^3 on [sqrt(1/2) - 1, sqrt(2) - 1], the highest power first: a minimax
+/// fit of the logarithm's relative error (6e-9).
+constexpr float kLogarithm[] = {-7.634496688842773e-2f, 1.276157647371292e-1f,   -1.3160182535648346e-1f,
+                                1.4201757311820984e-1f, -1.6623356938362122e-1f, 2.0001226663589478e-1f,
+                                -2.500081956386566e-1f, 3.333333134651184e-1f};
+
+/// log(x) within 0.9 ulp (tests/attention/test_exponential.py), for positive x that are not denormal. It is
+/// exactly 0 for 1, inf for inf, NaN for NaN.
+DISTCA_INLINE Floats logarithm(Floats x) {
+  // x = m * 2^n, with m from sqrt(1/2) to sqrt(2), whose bits are subtracted.
+  const Ints exponent = (Ints)((Words)x - 0x3f3504f3u) >> 23;
+  const Floats n = __builtin_convertvector(exponent, Floats);
+  const Floats r = (Floats)((Words)x - ((Words)exponent << 23)) - 1.f;
+  const Floats square = r * r;
+  Floats p = broadcast(kLogarithm[0]);
+#pragma GCC unroll 8
+  for (int i = 1; i < 8; ++i) p = fused(p, r, broadcast(kLogarithm[i]));
+  p = fused(n, broadcast(kLn2Low), p * (square * r));
+  p = r + fused(square, broadcast(-0.5f), p);
+  const Floats result = fused(n, broadcast(kLn2High), p);
+  return x < kInfinity ? result : x;
+}
+
 /// The keys that each query row of a vector sees.
 struct LaneVisibility {
   Ints from;  // first key that each lane sees

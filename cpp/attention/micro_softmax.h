@@ -118,6 +118,14 @@ void softmax_step(const ScoreTile& tile, float scale, float* scores, const Softm
     softmax_lanes<Operands>(tile, lane, scale, scores + lane, state);
 }
 
+void log_sum_exp(const float* row_base, const float* row_sum, float* lse) {
+  for (int64_t lane = 0; lane < kTileRows; lane += kWidth) {
+    const Floats sum = load(row_sum + lane);
+    const Floats result = load(row_base + lane) + logarithm(sum);
+    store(lse + lane, sum == 0.f ? broadcast(-kInfinity) : result);
+  }
+}
+
 struct GradientLanes {
   Floats lse, delta;
   Ints valid;

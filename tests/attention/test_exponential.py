@@ -1,4 +1,4 @@
-"""The kernel's own exp and power of two, on each instruction set of this machine, compared with the C library's."""
+"""The kernel's own exp, logarithm and power of two, on each instruction set of this machine, compared with the C library's."""
 
 from __future__ import annotations
 
@@ -73,6 +73,35 @@ int main() {
   std::printf("%.4f %d\n", worst, ends);
 }
 """
+LOGARITHM = r"""
+static float at(float x) { return logarithm(broadcast(x))[0]; }
+
+int main() {
+  if (!is_supported()) return 77;
+  // Every 41st normal float, and every float around 1, where results are smallest; fewer if emulated.
+  double worst = 0;
+  Floats x{};
+  int lane = 0;
+  const auto check = [&](uint32_t bits) {
+    x[lane++] = std::bit_cast<float>(bits);
+    if (lane < kWidth) return;
+    lane = 0;
+    const Floats y = logarithm(x);
+    for (int i = 0; i < kWidth; ++i) {
+      const double exact = std::log(static_cast<double>(x[i]));
+      if (exact == 0) continue;
+      int exponent;
+      std::frexp(exact, &exponent);
+      worst = std::fmax(worst, std::fabs(y[i] - exact) / std::ldexp(1.0, exponent - 24));
+    }
+  };
+  for (uint32_t b = 0x00800000u; b < 0x7f800000u; b += 41 * kFewer) check(b);
+  const uint32_t one = std::bit_cast<uint32_t>(1.f);
+  for (uint32_t b = one - (1 << 20); b < one + (1 << 20); b += kFewer) check(b);
+  const bool ends = at(1.f) == 0.f && at(INFINITY) == INFINITY && std::isnan(at(NAN)) && std::isnan(at(-NAN));
+  std::printf("%.4f %d\n", worst, ends);
+}
+"""
 ROUGH_POWER = r"""
 static float at(float x) { return rough_power_of_two(broadcast(x))[0]; }
 
@@ -113,6 +142,14 @@ def test_exp_is_exact_at_its_ends_and_within_an_ulp_or_so_between(isa: str, tmp_
     worst, ends = run_program(EXPONENTIAL, isa, tmp_path)
     print(f"{isa}: largest error {worst} ulp")
     assert float(worst) <= (1.2 if isa == "plain" else 0.9)  # the plain instruction set has no fused multiply-add
+    assert ends == "1"
+
+
+@pytest.mark.parametrize("isa", ISA_FLAGS)
+def test_log_is_exact_at_its_ends_and_within_0_9_ulp_between(isa: str, tmp_path: Path) -> None:
+    worst, ends = run_program(LOGARITHM, isa, tmp_path)
+    print(f"{isa}: largest error {worst} ulp")
+    assert float(worst) <= 0.9
     assert ends == "1"
 
 

@@ -88,10 +88,24 @@ FAULTS = [
         (ATTENTION,),
     ),
     Fault(
-        "a worker that computes a short document has keys of one head for all",
+        "keys of one head are packed for all",
         FORWARD,
-        "pack_keys(call, group, group.k, unit.kv_head, start, step.begin, step.end, heads.dim, step.keys);",
-        "pack_keys(call, group, group.k, 0, start, step.begin, step.end, heads.dim, step.keys);",
+        "pack_keys(call, group, *views, head, start, begin, end, heads.dim, step.keys);",
+        "pack_keys(call, group, *views, 0, start, begin, end, heads.dim, step.keys);",
+        (ATTENTION,),
+    ),
+    Fault(
+        "a worker that computes a short document attends all heads to the keys of one",
+        FORWARD,
+        "attend_unit(call, u, packed_at(u - first), buffers",
+        "attend_unit(call, u, packed_at(0), buffers",
+        (ATTENTION,),
+    ),
+    Fault(
+        "a worker forgets the item that it has taken ahead",
+        "cpp/attention/cpu_kernel.h",
+        "take() { return ahead_ != nullptr ? std::exchange(ahead_, nullptr) : take_any(); }",
+        "take() { return ahead_ = nullptr, take_any(); }",
         (ATTENTION,),
     ),
     Fault(
@@ -179,10 +193,17 @@ FAULTS = [
         (ATTENTION, EXACT),
     ),
     Fault(
+        "the logarithm is that of a number half as large",
+        "cpp/attention/micro_simd.h",
+        "return x < kInfinity ? result : x;",
+        "return x < kInfinity ? result - 0.6931472f : x;",
+        ("tests/attention/test_exponential.py",),
+    ),
+    Fault(
         "the log-sum-exp lacks the sum",
-        FORWARD,
-        "-kInfinity : row_base[i] + std::log(row_sum[i]);",
-        "-kInfinity : row_base[i];",
+        SOFTMAX,
+        "load(row_base + lane) + logarithm(sum);",
+        "load(row_base + lane);",
         (ATTENTION,),
     ),
     Fault(
