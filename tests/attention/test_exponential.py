@@ -1,4 +1,4 @@
-"""The kernel's own exp, logarithm and power of two, on each instruction set of this machine, compared with the C library's."""
+"""The kernel's own exp, log and power of two, on each instruction set of this machine, against the C library's."""
 
 from __future__ import annotations
 
