@@ -286,7 +286,7 @@ void work_on_rows(const KernelCall& call, const WorkItem& item, WorkerItems&, fl
 
 // ---- whole units
 
-int64_t whole_units_scratch(const KernelCall& call) { return forward_scratch(call) + kMostPackedFloats; }
+int64_t whole_units_scratch(const KernelCall& call) { return forward_scratch(call) + kMostWholeUnitFloats; }
 
 /// Attends all query rows of a unit to its keys, which are packed at `packed`.
 void attend_unit(const KernelCall& call, int64_t unit, float* packed, const Buffers& buffers, UnitToCome* next) {
@@ -303,11 +303,11 @@ void attend_unit(const KernelCall& call, int64_t unit, float* packed, const Buff
 void work_on_units(const KernelCall& call, const WorkItem& item, WorkerItems& others, float* scratch) {
   FloatCarver carver(scratch);
   const Buffers buffers(call, carver);
-  float* const packed = carver.take(kMostPackedFloats);
+  float* const packed = carver.take(kMostWholeUnitFloats);
   const KeyGroup& group = call.group_of(call.units[static_cast<size_t>(item.begin)]);
   const int64_t unit_floats = forward_unit_floats(call, group);
   const auto packed_at = [&](int64_t i) { return packed + i * unit_floats; };
-  const int64_t most = kMostPackedFloats / std::max<int64_t>(unit_floats, 1);
+  const int64_t most = kMostWholeUnitFloats / std::max<int64_t>(unit_floats, 1);
   for (int64_t first = item.begin; first < item.end;) {
     const int64_t end = std::min(first + most, item.end);
     const auto units = call.units.subspan(static_cast<size_t>(first), static_cast<size_t>(end - first));

@@ -159,10 +159,9 @@ struct Pass {
 
 /// Forward of units with few keys: items are units of one group, and a unit's query rows are attended with its keys.
 extern const Pass kWholeUnitsPass;
-/// The floats of packed keys and values that such a unit may have: half a megabyte, a part of the second-level cache.
+/// The floats of packed keys and values that such a unit may have, and all units that are packed together: half a
+/// megabyte, a part of the second-level cache.
 inline constexpr int64_t kMostWholeUnitFloats = int64_t{1} << 17;
-/// Those that units have which are packed together.
-inline constexpr int64_t kMostPackedFloats = 2 * kMostWholeUnitFloats;
 /// Forward of other units: items of the first pass are steps of keys, items of the second are query rows.
 extern const Pass kPackKeysPass;
 extern const Pass kForwardPass;  // out and lse
