@@ -70,8 +70,8 @@ class DISTCA_EXPORT Context {
   /// Both must have been accepted.
   void check_same_problem(const plan::SliceView& forward, const plan::SliceView& backward) const;
 
-  /// Does one collective step. `slice` must have been accepted. A fault poisons the context. `owner` keeps tensors and
-  /// sinks alive for a recording.
+  /// Does one collective step. `slice` must have been accepted, and `scores` with it. A fault poisons the context.
+  /// `owner` keeps tensors and sinks alive for a recording.
   void forward(const plan::SliceView& slice, const ForwardTensors& tensors, const ScoreOptions& scores,
                const Parallel& parallel, std::shared_ptr<void> owner);
   void backward(const plan::SliceView& slice, const BackwardTensors& tensors, const ScoreOptions& scores,
@@ -155,8 +155,8 @@ class DISTCA_EXPORT Context {
   template <class Body>
   auto guarded(const Body& body);
   template <class Tensors, class Make>
-  uint64_t begin_step(const plan::SliceView& slice, const Tensors& tensors, const Parallel& parallel,
-                      std::shared_ptr<void> owner, const Make& make);
+  uint64_t begin_step(const plan::SliceView& slice, const Tensors& tensors, const ScoreOptions& scores,
+                      const Parallel& parallel, std::shared_ptr<void> owner, const Make& make);
   template <class Make>
   std::shared_ptr<void> go_on(Part part, uint64_t step, std::optional<plan::Phase> phase, const Parallel& parallel,
                               const Make& make);

@@ -16,13 +16,13 @@ namespace {
 
 using runtime::Part;
 
-/// Throws unless the context works where the tensors are, and takes such heads.
+/// Throws unless the context works where the tensors are, and takes such heads and scores.
 void check_backend(const runtime::Context& context, const Tensor& q, const plan::SliceView& slice,
                    const runtime::ScoreOptions& scores) {
   const std::string device = context.backend().device();
   require(device == device_name(q), "context \"", context.options().name, "\" is on ", device, ", the tensors are on ",
           device_name(q), "; give distca.init device=\"", device_name(q), "\"");
-  float softcap = scores.softcap;
+  float softcap = context.accept(slice, scores).softcap;
   for (const plan::ScoresRow& row : slice.scores())
     if (row.softcap != plan::kOfTheCall) softcap = std::max(softcap, plan::score_value(row.softcap));
   context.backend().check(slice.heads(), softcap);
@@ -98,7 +98,7 @@ struct Forward {
         lse(empty_scalars(q, q.size(0), heads.q_heads)) {
     require(q.size(0) == k.size(0), "q ", shape_of(q), " and k ", shape_of(k), " have different lengths");
     slice = context->accept(plan_words(plan, "plan"), heads, q.size(0));
-    scores = context->accept(slice, a.options.scores(q, heads, sinks));
+    scores = a.options.scores(q, heads, sinks);
     check_backend(*context, q, slice, scores);
     check_recorded(*context, a.q, q, "q");
     check_recorded(*context, a.k, k, "k");
@@ -175,7 +175,7 @@ struct Backward {
     require(k.size(0) == rows && lse.size(0) == rows && lse.size(1) == heads.q_heads,
             "q, k, v, out and lse have different lengths or head counts");
     slice = context->accept(plan_words(plan, "plan"), heads, rows);
-    scores = context->accept(slice, a.options.scores(q, heads, sinks));
+    scores = a.options.scores(q, heads, sinks);
     check_backend(*context, q, slice, scores);
     take_retained(a.retained);
   }

@@ -33,4 +33,18 @@ FAULTS = [
         "",
         RECORDING,
     ),
+    Fault(
+        "a replan does not compare the scale that its plan says with that of the recorded call",
+        "cpp/runtime/context.cpp",
+        "    accept(slices[i], steps[i].scores);\n",
+        "",
+        RECORDING,
+    ),
+    Fault(
+        "a replay takes what the recorded plan left of the scale, not what its own plan leaves",
+        "cpp/runtime/context.cpp",
+        "[make, this](Recording::Step& s) {\n    s.number = make(s.slice, accept(s.slice, s.scores),",
+        "[make, accepted](Recording::Step& s) {\n    s.number = make(s.slice, accepted,",
+        RECORDING,
+    ),
 ]

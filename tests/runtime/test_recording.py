@@ -96,6 +96,42 @@ def test_a_replay_reads_the_sinks_anew() -> None:
         assert all(torch.equal(a, b) for a, b in zip(of_rank, expected, strict=True))
 
 
+def test_a_replay_has_the_scale_and_softcap_of_its_call_whether_or_not_its_plan_says_them() -> None:
+    layout = layout_of(3)
+    said = [distca.Scores(scale=0.75, softcap=2.0)] * len(layout.document_lengths)
+    plans = [distca.plan(layout, HEADS), distca.plan(layout, HEADS, scores=said)]
+    asked = {"scale": 0.75, "softcap": 2.0}
+    tasks = [random_tasks(layout, HEADS.kv, seed) for seed in range(2)]
+    plans += [
+        distca.plan(layout, HEADS, tasks=tasks[0]),
+        distca.plan(layout, HEADS, scores=said, tasks=tasks[1]),
+    ]
+
+    def step(plan: distca.Plan, tensors: Tensors, context: distca.Context) -> Tensors:
+        out, lse = distca.core_attention(*tensors[:3], plan.for_rank(context.rank), context=context, **asked)
+        return [out.detach(), lse, *torch.autograd.grad(out, tensors[:3], tensors[3])]
+
+    def work(rank: int, context: distca.Context) -> list[Tensors]:
+        tensors, results = tensors_of(5, rank), []
+        for recorded in plans[:2]:
+            with context.record(headroom=8.0, rounds=8) as recording:
+                returned = step(recorded, tensors, context)
+            for plan in plans:
+                recording.replan(plan.for_rank(rank))
+                recording.replay()
+                results.append([one.clone() for one in returned])
+        return results
+
+    def on_host(rank: int, context: distca.Context) -> list[Tensors]:
+        return [step(plan, tensors_of(5, rank), context) for plan in plans] * 2
+
+    with loopback_group(plans, streams=True, timeout=3.0) as contexts:
+        results = on_all_ranks(contexts, work)
+    with loopback_group(plans) as contexts:
+        for mine, right in zip(results, on_all_ranks(contexts, on_host), strict=True):
+            assert_same(mine, right)
+
+
 def test_layers_have_plans_of_their_own_and_replays_of_two_recordings_take_turns_with_steps_that_are_not_recorded() -> (
     None
 ):
@@ -272,6 +308,29 @@ def test_a_backward_step_is_replanned_with_the_layout_of_its_forward_step() -> N
         results = on_all_ranks(contexts, work)
     for mine, right in zip(results, on_the_host(plans[:1], [0]), strict=True):
         assert torch.equal(mine[0][0], right[0][0])
+
+
+@pytest.mark.parametrize("recorded_with", [None, 0.25])
+@pytest.mark.parametrize("name", ["scale", "softcap"])
+def test_a_plan_of_another_scale_or_softcap_than_that_of_the_recorded_call_is_refused(
+    name: str, recorded_with: float | None
+) -> None:
+    layout = distca.Layout.packed([ROWS], ranks=1, tokens_per_rank=ROWS)
+    asked = {"scale": 0.25, "softcap": 0.25}
+
+    def saying(value: float | None) -> distca.Plan:
+        return distca.plan(layout, HEADS, scores=[distca.Scores(**({**asked, name: value} if value else {}))])
+
+    plan, other = saying(recorded_with), saying(0.5)
+    with loopback_group([plan, other], streams=True, timeout=3.0) as [context]:
+        q, k, v, _ = (t.detach() for t in tensors_of(0, 0))
+        with context.record() as recording:
+            distca.core_attention(q, k, v, plan, context=context, **asked)
+        for refused in (recording.check, recording.replan):
+            with pytest.raises(distca.InvalidArgumentError, match=f"{name} = 0.25; the plan says 0.5 for document 0"):
+                refused(other)
+        recording.replan(plan)
+        recording.replay()
 
 
 def test_calls_out_of_order_are_refused_and_the_context_goes_on() -> None:
