@@ -20,6 +20,7 @@ from distca.errors import InvalidArgumentError, refusals_told
 from distca.inputs import (
     as_autocast,
     as_numbers,
+    check_sinks_done_again,
     check_tensors,
     finder_of,
     in_compiled_code,
@@ -154,6 +155,8 @@ class _Call:
 
     def dispatch_backward(self, dout: torch.Tensor, dlse: torch.Tensor | None, *saved: Any) -> _UnderWay:
         q, k, v, out, lse, table, sinks, *retained = saved
+        if sinks is not None and sinks.requires_grad:
+            check_sinks_done_again(self.caller_backward.context)
         with self.caller_backward.calls("dispatch_backward", forward_step=self.forward_step), torch.no_grad():
             number = torch.ops.distca.dispatch_backward(
                 dout,
@@ -350,7 +353,7 @@ def begin(
     """What `dispatch` does once the plans `of_call` are known. `options` are its scale, softcap and deterministic."""
     refuse_forward_mode("dispatch", q, k, v, sinks)
     plan, plan_backward, layer, layer_backward = of_call
-    inputs = as_autocast(q, k, v)
+    inputs = as_autocast(q, k, v, context)
     caller = Caller.of(context, layer, plan.half)
     _abandon_broken_off(get_context(caller.context))
     call = _Call(plan, plan_backward, caller, caller.options(**options), max_logits)

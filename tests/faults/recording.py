@@ -47,4 +47,18 @@ FAULTS = [
         "[make, accepted](Recording::Step& s) {\n    s.number = make(s.slice, accepted,",
         RECORDING,
     ),
+    Fault(
+        "autocast casts in a recording whose replays do not",
+        "python/distca/inputs.py",
+        'check_done_again(context, f"autocast casts {name}", f"pass {name} in {dtype}")',
+        "pass",
+        RECORDING,
+    ),
+    Fault(
+        "a recording has a gradient of sinks that its replays do not compute",
+        "python/distca/inputs.py",
+        "if here is None or not here._is_recording:",
+        "if True:",
+        RECORDING,
+    ),
 ]

@@ -6,6 +6,7 @@ The expected results are the bits of the same steps done one by one on the host.
 from __future__ import annotations
 
 from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 import torch
@@ -331,6 +332,45 @@ def test_a_plan_of_another_scale_or_softcap_than_that_of_the_recorded_call_is_re
                 refused(other)
         recording.replan(plan)
         recording.replay()
+
+
+def test_what_a_replay_would_not_do_again_is_refused_and_the_context_goes_on() -> None:
+    heads = distca.Heads(4, 2, 16, 24, torch.bfloat16)
+    layout = distca.Layout.packed([ROWS], ranks=1, tokens_per_rank=ROWS)
+    plans = [distca.plan(layout, HEADS), distca.plan(layout, heads)]
+
+    def in_parts(*arguments: Any, **options: Any) -> Any:
+        step = distca.dispatch(*arguments, **options)
+        distca.attend(step)
+        return distca.collect(step)
+
+    with loopback_group(plans, streams=True, timeout=3.0) as [context]:
+        q, k, v, dout = tensors_of(0, 0)
+        narrow = q.bfloat16()
+        sinks = torch.zeros(HEADS.q, requires_grad=True)
+        for call in (distca.core_attention, in_parts):
+            with (
+                pytest.raises(distca.InvalidArgumentError, match="autocast casts k, which a replay would not do again"),
+                torch.autocast("cpu", torch.bfloat16),
+                context.record(),
+            ):
+                call(narrow, k, v, plans[1], context=context)
+            with (
+                pytest.raises(
+                    distca.InvalidArgumentError, match="gradient of sinks, which a replay would not do again"
+                ),
+                context.record(),
+            ):
+                call(q, k, v, plans[0], context=context, sinks=sinks)[0].backward(dout)
+            with torch.autocast("cpu", torch.bfloat16), context.record() as recording:
+                call(*(t.bfloat16() for t in (q, k, v)), plans[1], context=context)
+            recording.replan(plans[1])
+            recording.replay()
+            with context.record() as recording:
+                call(q, k, v, plans[0], context=context, sinks=sinks.detach())[0].backward(dout)
+            recording.replan(plans[0])
+            recording.replay()
+        one_step(plans[0], [q, k, v, dout], context)
 
 
 def test_calls_out_of_order_are_refused_and_the_context_goes_on() -> None:
