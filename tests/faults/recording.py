@@ -48,6 +48,20 @@ FAULTS = [
         RECORDING,
     ),
     Fault(
+        "a recording that a refused call has broken off counts as a second refused call",
+        "python/distca/recording.py",
+        "if core.num_calls == self._calls_before:",
+        "if True:",
+        RECORDING,
+    ),
+    Fault(
+        "backward tells the number of a recorded forward step",
+        "python/distca/caller.py",
+        "if context is None or context._is_recording or torch._C._current_graph_task_id() != -1:",
+        "if context is None or torch._C._current_graph_task_id() != -1:",
+        RECORDING,
+    ),
+    Fault(
         "autocast casts in a recording whose replays do not",
         "python/distca/inputs.py",
         'check_done_again(context, f"autocast casts {name}", f"pass {name} in {dtype}")',

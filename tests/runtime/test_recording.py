@@ -5,6 +5,7 @@ The expected results are the bits of the same steps done one by one on the host.
 
 from __future__ import annotations
 
+import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -373,6 +374,54 @@ def test_what_a_replay_would_not_do_again_is_refused_and_the_context_goes_on() -
         one_step(plans[0], [q, k, v, dout], context)
 
 
+def test_ranks_whose_recordings_break_off_for_different_reasons_go_on() -> None:
+    plan = _plan(1)
+    broken_off = threading.Barrier(RANKS, timeout=60.0)
+
+    def work(rank: int, context: distca.Context) -> list[Tensors]:
+        tensors = tensors_of(0, rank)
+        reason = distca.InvalidArgumentError if rank == 0 else KeyError
+        with pytest.raises(reason), context.record():
+            if rank == 0:  # a call that the rank refuses, and tells the others of
+                distca.core_attention(*(t[1:] for t in tensors[:3]), plan.for_rank(rank), context=context)
+            raise KeyError("another rank could not record")
+        broken_off.wait()
+        return [one_step(plan, tensors, context)]
+
+    with loopback_group(plan, streams=True, timeout=3.0) as contexts:
+        results = on_all_ranks(contexts, work)
+    for mine, right in zip(results, on_the_host([plan], [0]), strict=True):
+        assert_same(mine, right)
+
+
+def test_an_error_in_a_recording_whose_context_was_closed_is_raised_as_it_is() -> None:
+    plan = distca.plan(distca.Layout.packed([ROWS], ranks=1, tokens_per_rank=ROWS), HEADS)
+    with loopback_group(plan, streams=True) as [context], pytest.raises(KeyError), context.record():
+        context.close()
+        raise KeyError("of the caller")
+
+
+def test_backward_that_is_not_recorded_goes_with_that_of_ranks_that_have_recorded_other_steps_before() -> None:
+    plan = _plan(1)
+
+    def work(rank: int, context: distca.Context) -> list[Tensors]:
+        tensors = tensors_of(0, rank)
+        q, k, v, dout = tensors
+        for _ in range(rank):  # with too little room, as it were
+            with context.record():
+                one_step(plan, tensors, context)
+        with context.record() as recording:
+            out, lse = distca.core_attention(q, k, v, plan.for_rank(rank), context=context)
+        recording.replan(plan.for_rank(rank))
+        recording.replay()
+        return [[out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), dout)]]
+
+    with loopback_group(plan, streams=True, timeout=3.0) as contexts:
+        results = on_all_ranks(contexts, work)
+    for mine, right in zip(results, on_the_host([plan], [0]), strict=True):
+        assert_same(mine, right)
+
+
 def test_calls_out_of_order_are_refused_and_the_context_goes_on() -> None:
     layout = distca.Layout.packed([ROWS], ranks=1, tokens_per_rank=ROWS)
     plan = distca.plan(layout, HEADS)
@@ -408,6 +457,9 @@ def test_calls_out_of_order_are_refused_and_the_context_goes_on() -> None:
             recording.replan([plan] * 3)
         with refused("it has 65 rows on rank 0, the tensors have 64"):
             recording.replan(longer)
+        for wrong, words in ((None, "plan is None; a distca.Plan"), ([plan.tensor], "plan is a Tensor; a distca.Plan")):
+            with refused(words):
+                recording.replan(wrong)
         recording.replan(plan)
         for call in (lambda: one_step(plan, tensors, context), lambda: recording.replan(plan)):
             with refused("replay it first"):
