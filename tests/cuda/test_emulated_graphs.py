@@ -123,6 +123,15 @@ def test_own_attention_is_recorded(own_gpu: EmulatedGpu, captured: bool) -> None
         assert_same(mine, right)
 
 
+def test_attention_that_aten_computes_is_refused_in_a_recording_and_the_context_goes_on(gpu: EmulatedGpu) -> None:
+    plan = distca.plan(distca.Layout.packed([ROWS], ranks=1, tokens_per_rank=ROWS), HEADS)
+    with gpu.attention_by_aten(), loopback_group(plan, **OPTIONS) as [context]:
+        for _ in range(2):  # the second time a context that was poisoned would say so
+            with pytest.raises(distca.InvalidArgumentError, match="which cannot be recorded"), context.record():
+                one_step(plan, tensors_of(0, 0, HEADS), context)
+        context.check()
+
+
 @pytest.mark.parametrize("mask", [{"window": 50}, {"mask": "full"}, {"mask": "full", "window": 50}], ids=str)
 def test_another_mask_is_refused(own_gpu: EmulatedGpu, mask: dict[str, Any]) -> None:
     """The kernels' parameters are fixed in a recording, the scores of all groups among them."""

@@ -75,4 +75,12 @@ FAULTS = [
         "if True:",
         RECORDING,
     ),
+    Fault(
+        "steps whose attention ATen computes are recorded",
+        "cuda/runtime/device_backend.cpp",
+        """require(!queue_->is_recording(), "record: attention is ", aten_->attention(heads),
+            ", which cannot be recorded; attention=\\"own\\" can");""",
+        "",
+        ("tests/cuda/test_emulated_graphs.py",),
+    ),
 ]

@@ -179,6 +179,9 @@ class WaitingStreams final : public transport::Streams {
   std::shared_ptr<Streams> streams_;
 };
 
+/// Whether ATen computes where the own kernels do not, and not the CPU's kernel.
+std::atomic<bool> aten_computes{false};
+
 /// What made backends and streams before.
 runtime::DeviceFactory& factory_before() {
   static auto* const factory = new runtime::DeviceFactory;
@@ -202,7 +205,7 @@ DISTCA_EXPORT void use_emulated_gpu(bool own_attention, int major) {
     const auto inner = streams ? dynamic_cast<const cuda::WaitingStreams&>(*streams).inner() : nullptr;
     std::shared_ptr<runtime::Backend> device = cuda::distca_cuda_library()->make_backend(
         std::make_shared<cuda::AtenInPlace>(), 0, &cuda::current_stream, own_attention, inner);
-    if (own_attention || !inner) return device;
+    if (own_attention || !inner || cuda::aten_computes) return device;
     return std::make_shared<cuda::HostAttention>(std::move(device), cuda::queue_of(inner));
   };
   const auto make_streams = [](const std::string&, std::chrono::milliseconds timeout, int put_blocks) {
@@ -214,6 +217,9 @@ DISTCA_EXPORT void use_emulated_gpu(bool own_attention, int major) {
 DISTCA_EXPORT int is_own_the_default() { return distca::cuda::distca_cuda_library()->is_own_the_default(0); }
 /// Ends that.
 DISTCA_EXPORT void leave_emulated_gpu() { distca::runtime::set_device_factory(distca::cuda::factory_before()); }
+
+/// In contexts that are made from here on; what stands for ATen computes nothing.
+DISTCA_EXPORT void let_aten_compute(bool on) { distca::cuda::aten_computes = on; }
 
 /// At the end of a step; a replay or a launch of a graph never waits.
 DISTCA_EXPORT void wait_after_steps(bool wait) { distca::cuda::waits_after_steps = wait; }
