@@ -223,6 +223,7 @@ DISTCA_EXPORT void let_aten_compute(bool on) { distca::cuda::aten_computes = on;
 
 /// At the end of a step; a replay or a launch of a graph never waits.
 DISTCA_EXPORT void wait_after_steps(bool wait) { distca::cuda::waits_after_steps = wait; }
+DISTCA_EXPORT void set_page_locked_memory(bool is_there) { emulated_gpu::has_page_locked_memory = is_there; }
 DISTCA_EXPORT void set_compiled_for_device(bool is) { emulated_gpu::compiled_for_device = is; }
 DISTCA_EXPORT void run_graphs_one_by_one(bool on) { emulated_gpu::one_by_one = on; }
 
