@@ -304,10 +304,11 @@ void Context::settle_abandoned() noexcept {
       abandoned.swap(abandoned_);
     }
     // Telling peers may run Python, whose garbage collection may abandon another step in this thread.
+    // Nobody waits for a recorded step, and its recording cannot end without it.
     for (const auto& [step, why] : abandoned) {
       if (step == 0)
         protocol_.refuse(why);
-      else if (const Dispatcher::Step* const s = dispatcher_.find(step))
+      else if (const Dispatcher::Step* const s = dispatcher_.find(step); s != nullptr && !open_recording_)
         protocol_.abandon(s->id, why);
     }
   }

@@ -94,8 +94,9 @@ class DISTCA_EXPORT Context {
   void set_caller(std::string_view layer, uint64_t forward_step) {
     protocol_.set_caller(layer_word(layer), forward_step);
   }
-  /// Says that a step will not be finished. If it was dispatched and not collected, that is a fault, and the peers are
-  /// told at once. May be called from any thread, also while another thread is in a step. `why` ends the message.
+  /// Says that a step will not be finished. If it was dispatched and not collected, and is not being recorded, that is
+  /// a fault, and the peers are told at once. May be called from any thread, also while another thread is in a step.
+  /// `why` ends the message.
   void abandon(uint64_t step, const std::string& why) noexcept;
   /// Says that a call of this context was refused before it began. That is a call too: the peers learn of it unless
   /// they refuse it as well. May be called from any thread, as `abandon` may.

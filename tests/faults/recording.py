@@ -90,4 +90,11 @@ FAULTS = [
         "throw;",
         ("tests/cuda/test_emulated_graphs.py",),
     ),
+    Fault(
+        "a recorded step that is dropped is a fault",
+        "cpp/runtime/context.cpp",
+        "s != nullptr && !open_recording_)",
+        "s != nullptr)",
+        RECORDING,
+    ),
 ]

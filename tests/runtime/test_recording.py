@@ -394,6 +394,31 @@ def test_ranks_whose_recordings_break_off_for_different_reasons_go_on() -> None:
         assert_same(mine, right)
 
 
+@pytest.mark.parametrize("changes_inputs", [False, True])
+def test_a_step_that_was_dispatched_in_a_recording_and_then_dropped_is_no_fault(changes_inputs: bool) -> None:
+    plan = _plan(1)
+    broken_off = threading.Barrier(RANKS, timeout=60.0)
+
+    def dispatch_and_drop(rank: int, context: distca.Context) -> None:
+        q, k, v, _ = (t.detach() for t in tensors_of(0, rank))
+        step = distca.dispatch(q, k, v, plan.for_rank(rank), context=context)
+        if changes_inputs:
+            q.add_(1.0)
+        distca.attend(step)
+
+    def work(rank: int, context: distca.Context) -> list[Tensors]:
+        changed = "q was changed in place after its dispatch" if changes_inputs else "dispatched and not collected"
+        with pytest.raises(distca.InvalidArgumentError, match=changed), context.record():
+            dispatch_and_drop(rank, context)
+        broken_off.wait()
+        return [one_step(plan, tensors_of(0, rank), context)]
+
+    with loopback_group(plan, streams=True, timeout=3.0) as contexts:
+        results = on_all_ranks(contexts, work)
+    for mine, right in zip(results, on_the_host([plan], [0]), strict=True):
+        assert_same(mine, right)
+
+
 def test_an_error_in_a_recording_whose_context_was_closed_is_raised_as_it_is() -> None:
     plan = distca.plan(distca.Layout.packed([ROWS], ranks=1, tokens_per_rank=ROWS), HEADS)
     with loopback_group(plan, streams=True) as [context], pytest.raises(KeyError), context.record():
