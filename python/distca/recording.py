@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+import torch
+
 from distca import _C
 from distca.arguments import check_type, listed
 from distca.errors import InvalidArgumentError, refusals_told
@@ -117,6 +119,12 @@ class Recording:
         for one in plans:
             check_type("replan", "plan", one, Plan, "distca.plan")
         tensors = [one.tensor for one in plans]  # keeps them until the call is over
+        for tensor in tensors:
+            if tensor.device.type != "cpu" or tensor.dtype != torch.int64 or not tensor.is_contiguous():
+                raise InvalidArgumentError(
+                    "replan: plan.tensor must be a contiguous int64 CPU tensor; pass the distca.Plan with its tensor "
+                    "unmoved"
+                )
         words = [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
         self._core().replan(self._complete(), words, check_only=check_only)
 

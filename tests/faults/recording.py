@@ -97,4 +97,11 @@ FAULTS = [
         "s != nullptr)",
         RECORDING,
     ),
+    Fault(
+        "a replan reads a plan tensor that has gaps",
+        "python/distca/recording.py",
+        "tensor.dtype != torch.int64 or not tensor.is_contiguous():",
+        "tensor.dtype != torch.int64:",
+        RECORDING,
+    ),
 ]

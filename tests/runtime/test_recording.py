@@ -16,7 +16,7 @@ import distca
 from distca.testing import _emulation
 from support.batches import random_tasks
 from support.groups import loopback_group, on_all_ranks, outcomes
-from support.plan_reader import read_slice
+from support.plan_reader import read_slice, with_tensor
 from support.processes import HEADS as PROCESS_HEADS
 from support.processes import Group, connect
 from support.recorded import (
@@ -485,6 +485,10 @@ def test_calls_out_of_order_are_refused_and_the_context_goes_on() -> None:
         for wrong, words in ((None, "plan is None; a distca.Plan"), ([plan.tensor], "plan is a Tensor; a distca.Plan")):
             with refused(words):
                 recording.replan(wrong)
+        table = plan.tensor
+        for moved in (table.to("meta"), table.to(torch.int32), table.repeat_interleave(2)[::2], table[:1].expand(99)):
+            with refused("a contiguous int64 CPU tensor"):
+                recording.check(with_tensor(plan, moved))
         recording.replan(plan)
         for call in (lambda: one_step(plan, tensors, context), lambda: recording.replan(plan)):
             with refused("replay it first"):
