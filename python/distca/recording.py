@@ -27,7 +27,8 @@ class Recording:
         recording.replay()  # or launch the CUDA graph that was captured meanwhile
 
     A replay does the same operations over the same tensors: those that were passed to the calls inside, and those that
-    the calls returned. Write new values into the former before a replay, and read the latter after it.
+    the calls returned. Write new values into the former before a replay, and read the latter after it. A tensor that is
+    given other memory (``q.data = ...``) is not the recorded one any more.
     """
 
     def __init__(self, context: Context, headroom: float, rounds: int) -> None:

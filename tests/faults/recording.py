@@ -104,4 +104,11 @@ FAULTS = [
         "tensor.dtype != torch.int64:",
         RECORDING,
     ),
+    Fault(
+        "a recording does not keep the memory of its queries",
+        "cpp/torch/core_attention.cpp",
+        "keep_memory(*context, {&q, &k, &v, &out, &lse}, {&sinks, &max_logits}, kept);",
+        "",
+        RECORDING,
+    ),
 ]

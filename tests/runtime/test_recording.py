@@ -134,6 +134,24 @@ def test_a_replay_has_the_scale_and_softcap_of_its_call_whether_or_not_its_plan_
             assert_same(mine, right)
 
 
+def test_a_recording_keeps_the_memory_of_tensors_that_are_given_other_memory() -> None:
+    rows = 20_000  # of which the memory goes back to the operating system when it is freed
+    plan = distca.plan(distca.Layout.from_documents([[50] * (rows // 50)]), HEADS)
+    with loopback_group(plan, streams=True, timeout=20.0) as [context]:
+        tensors = tensors_of(0, 0, HEADS, rows)
+        with context.record() as recording:
+            returned = one_step(plan, tensors, context)
+        recording.replan(plan)
+        recording.replay()
+        right = [one.clone() for one in returned]
+        kept = [one[:] for one in returned[:2]]
+        for one in (*tensors, *returned[2:]):
+            one.data = torch.zeros(1)
+        recording.replan(plan)
+        recording.replay()
+        assert all(torch.equal(a, b) for a, b in zip(kept, right, strict=False))
+
+
 def test_layers_have_plans_of_their_own_and_replays_of_two_recordings_take_turns_with_steps_that_are_not_recorded() -> (
     None
 ):
