@@ -459,6 +459,13 @@ FAULTS = [
         (UNFINISHED,),
     ),
     Fault(
+        "an input under way may get other memory",
+        "python/distca/steps.py",
+        "return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()",
+        "return 0 if tensor.is_inference() else tensor._version, 0",
+        ("tests/runtime/test_steps_left_unfinished.py",),
+    ),
+    Fault(
         "inputs may change while a step is under way",
         "python/distca/steps.py",
         "        if (name := self._call.changed_input()) is not None:",
