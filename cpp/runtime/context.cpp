@@ -99,21 +99,25 @@ void Context::check_may_begin() const {
   dispatcher_.check_slot();
 }
 
-/// Begins a step by `make`, which gets a slice, threads and the owner and returns the number of the step. A recording
-/// keeps `make`, and calls it again with the slice of another plan.
+/// Begins a step by `make`, which gets a slice, what the slice leaves of the scores, threads and the owner, and returns
+/// the number of the step. A recording keeps `make`, and calls it again with the slice of another plan, which may leave
+/// more of the scores to the call, or less.
 template <class Tensors, class Make>
-uint64_t Context::begin_step(const plan::SliceView& slice, const Tensors& tensors, const Parallel& parallel,
-                             std::shared_ptr<void> owner, const Make& make) {
+uint64_t Context::begin_step(const plan::SliceView& slice, const Tensors& tensors, const ScoreOptions& scores,
+                             const Parallel& parallel, std::shared_ptr<void> owner, const Make& make) {
   const Call call(*this);
   check_may_begin(slice);
   check_captured_as_recorded();
-  const uint64_t number = guarded([&] { return make(slice, parallel, owner); });
+  const ScoreOptions accepted = accept(slice, scores);
+  const uint64_t number = guarded([&] { return make(slice, accepted, parallel, owner); });
   constexpr bool kIsForward = std::is_same_v<Tensors, ForwardTensors>;
   if constexpr (kIsForward) num_without_max_logits_ += tensors.max_logits == nullptr ? 1 : 0;
   if (!open_recording_) return number;
   constexpr plan::Phase kPhase = kIsForward ? plan::Phase::kForward : plan::Phase::kBackward;
-  const auto again = [make](Recording::Step& s) { s.number = make(s.slice, Parallel(), nullptr); };
-  open_recording_->add({slice.heads(), slice.header().num_rows, number, kPhase, tensors.lse.data}, again,
+  const auto again = [make, this](Recording::Step& s) {
+    s.number = make(s.slice, accept(s.slice, s.scores), Parallel(), nullptr);
+  };
+  open_recording_->add({slice.heads(), slice.header().num_rows, scores, number, kPhase, tensors.lse.data}, again,
                        std::move(owner));
   return number;
 }
@@ -135,30 +139,34 @@ std::shared_ptr<void> Context::go_on(Part part, uint64_t step, std::optional<pla
 
 void Context::forward(const plan::SliceView& slice, const ForwardTensors& tensors, const ScoreOptions& scores,
                       const Parallel& parallel, std::shared_ptr<void> owner) {
-  begin_step(slice, tensors, parallel, std::move(owner), [=, this](const auto& s, const Parallel& p, const auto&) {
-    return dispatcher_.forward(s, tensors, scores, p);
-  });
+  begin_step(slice, tensors, scores, parallel, std::move(owner),
+             [=, this](const auto& s, const ScoreOptions& accepted, const Parallel& p, const auto&) {
+               return dispatcher_.forward(s, tensors, accepted, p);
+             });
 }
 
 void Context::backward(const plan::SliceView& slice, const BackwardTensors& tensors, const ScoreOptions& scores,
                        const Parallel& parallel, std::shared_ptr<void> owner) {
-  begin_step(slice, tensors, parallel, std::move(owner), [=, this](const auto& s, const Parallel& p, const auto&) {
-    return dispatcher_.backward(s, tensors, scores, p);
-  });
+  begin_step(slice, tensors, scores, parallel, std::move(owner),
+             [=, this](const auto& s, const ScoreOptions& accepted, const Parallel& p, const auto&) {
+               return dispatcher_.backward(s, tensors, accepted, p);
+             });
 }
 
 uint64_t Context::dispatch(const plan::SliceView& slice, const ForwardTensors& tensors, const ScoreOptions& scores,
                            std::shared_ptr<void> owner) {
-  return begin_step(slice, tensors, Parallel(), std::move(owner), [=, this](const auto& s, const Parallel&, auto o) {
-    return dispatcher_.dispatch(s, tensors, scores, o);
-  });
+  return begin_step(slice, tensors, scores, Parallel(), std::move(owner),
+                    [=, this](const auto& s, const ScoreOptions& accepted, const Parallel&, auto o) {
+                      return dispatcher_.dispatch(s, tensors, accepted, o);
+                    });
 }
 
 uint64_t Context::dispatch(const plan::SliceView& slice, const BackwardTensors& tensors, const ScoreOptions& scores,
                            const Parallel& parallel, std::shared_ptr<void> owner) {
-  return begin_step(slice, tensors, parallel, std::move(owner), [=, this](const auto& s, const Parallel& p, auto o) {
-    return dispatcher_.dispatch(s, tensors, scores, p, o);
-  });
+  return begin_step(slice, tensors, scores, parallel, std::move(owner),
+                    [=, this](const auto& s, const ScoreOptions& accepted, const Parallel& p, auto o) {
+                      return dispatcher_.dispatch(s, tensors, accepted, p, o);
+                    });
 }
 
 void Context::attend(uint64_t step, const Parallel& parallel) {
@@ -211,8 +219,10 @@ void Context::replan(const std::shared_ptr<Recording>& recording, std::span<cons
   require(plans.size() == 1 || plans.size() == steps.size(), "replan: ", plans.size(), " plans for ", steps.size(),
           " recorded steps; one for each, or one for all, is expected");
   std::vector<plan::SliceView> slices;
-  for (size_t i = 0; i < steps.size(); ++i)
+  for (size_t i = 0; i < steps.size(); ++i) {
     slices.push_back(accept(plans[plans.size() == 1 ? 0 : i], steps[i].heads, steps[i].num_rows));
+    accept(slices[i], steps[i].scores);
+  }
   for (size_t i = 0; i < steps.size(); ++i)
     if (const size_t forward = recording->forward_of(i); forward < i) check_same_problem(slices[forward], slices[i]);
   const Call call(*this);
@@ -294,10 +304,11 @@ void Context::settle_abandoned() noexcept {
       abandoned.swap(abandoned_);
     }
     // Telling peers may run Python, whose garbage collection may abandon another step in this thread.
+    // Nobody waits for a recorded step, and its recording cannot end without it.
     for (const auto& [step, why] : abandoned) {
       if (step == 0)
         protocol_.refuse(why);
-      else if (const Dispatcher::Step* const s = dispatcher_.find(step))
+      else if (const Dispatcher::Step* const s = dispatcher_.find(step); s != nullptr && !open_recording_)
         protocol_.abandon(s->id, why);
     }
   }

@@ -70,8 +70,8 @@ class DISTCA_EXPORT Context {
   /// Both must have been accepted.
   void check_same_problem(const plan::SliceView& forward, const plan::SliceView& backward) const;
 
-  /// Does one collective step. `slice` must have been accepted. A fault poisons the context. `owner` keeps tensors and
-  /// sinks alive for a recording.
+  /// Does one collective step. `slice` must have been accepted, and `scores` with it. A fault poisons the context.
+  /// `owner` keeps tensors and sinks alive for a recording.
   void forward(const plan::SliceView& slice, const ForwardTensors& tensors, const ScoreOptions& scores,
                const Parallel& parallel, std::shared_ptr<void> owner);
   void backward(const plan::SliceView& slice, const BackwardTensors& tensors, const ScoreOptions& scores,
@@ -94,8 +94,9 @@ class DISTCA_EXPORT Context {
   void set_caller(std::string_view layer, uint64_t forward_step) {
     protocol_.set_caller(layer_word(layer), forward_step);
   }
-  /// Says that a step will not be finished. If it was dispatched and not collected, that is a fault, and the peers are
-  /// told at once. May be called from any thread, also while another thread is in a step. `why` ends the message.
+  /// Says that a step will not be finished. If it was dispatched and not collected, and is not being recorded, that is
+  /// a fault, and the peers are told at once. May be called from any thread, also while another thread is in a step.
+  /// `why` ends the message.
   void abandon(uint64_t step, const std::string& why) noexcept;
   /// Says that a call of this context was refused before it began. That is a call too: the peers learn of it unless
   /// they refuse it as well. May be called from any thread, as `abandon` may.
@@ -155,8 +156,8 @@ class DISTCA_EXPORT Context {
   template <class Body>
   auto guarded(const Body& body);
   template <class Tensors, class Make>
-  uint64_t begin_step(const plan::SliceView& slice, const Tensors& tensors, const Parallel& parallel,
-                      std::shared_ptr<void> owner, const Make& make);
+  uint64_t begin_step(const plan::SliceView& slice, const Tensors& tensors, const ScoreOptions& scores,
+                      const Parallel& parallel, std::shared_ptr<void> owner, const Make& make);
   template <class Make>
   std::shared_ptr<void> go_on(Part part, uint64_t step, std::optional<plan::Phase> phase, const Parallel& parallel,
                               const Make& make);

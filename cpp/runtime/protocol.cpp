@@ -160,7 +160,12 @@ void Protocol::publish() {
 void Protocol::set_tape(std::shared_ptr<transport::Tape> tape, bool is_complete) {
   require(stream_ != nullptr, "steps over transport '", transport_->name(), "' are done by the host, not queued on a ",
           "device: they cannot be recorded");
-  stream_->set_tape(std::move(tape));
+  try {
+    stream_->set_tape(std::move(tape));
+  } catch (...) {  // the device may lack memory for it; steps that come now are to be done
+    stream_->set_tape(nullptr);
+    throw;
+  }
   before_ = at_;
   calls_ = Digest();
   is_silent_ = true;

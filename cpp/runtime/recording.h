@@ -12,6 +12,7 @@
 #include "common/dtype.h"
 #include "common/memory.h"
 #include "plan/tables.h"
+#include "runtime/protocol.h"
 #include "transport/tape.h"
 
 namespace distca::runtime {
@@ -22,7 +23,8 @@ class Recording {
   struct Step {
     HeadShape heads;
     int64_t num_rows;
-    uint64_t number;  // of the step: while it was recorded, then when it comes next
+    ScoreOptions scores;  // of the call; those that a plan says come from its slice
+    uint64_t number;      // of the step: while it was recorded, then when it comes next
     plan::Phase phase;
     const std::byte* lse;       // returned by a forward step, and given to its backward step
     plan::SliceView slice{{}};  // set while the recording is filled again

@@ -2,11 +2,14 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <initializer_list>
 #include <memory>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "runtime/context.h"
+#include "torch/aten.h"
 #include "torch/flash.h"
 #include "torch/memory.h"
 #include "torch/tensors.h"
@@ -16,13 +19,13 @@ namespace {
 
 using runtime::Part;
 
-/// Throws unless the context works where the tensors are, and takes such heads.
+/// Throws unless the context works where the tensors are, and takes such heads and scores.
 void check_backend(const runtime::Context& context, const Tensor& q, const plan::SliceView& slice,
                    const runtime::ScoreOptions& scores) {
   const std::string device = context.backend().device();
   require(device == device_name(q), "context \"", context.options().name, "\" is on ", device, ", the tensors are on ",
           device_name(q), "; give distca.init device=\"", device_name(q), "\"");
-  float softcap = scores.softcap;
+  float softcap = context.accept(slice, scores).softcap;
   for (const plan::ScoresRow& row : slice.scores())
     if (row.softcap != plan::kOfTheCall) softcap = std::max(softcap, plan::score_value(row.softcap));
   context.backend().check(slice.heads(), softcap);
@@ -52,6 +55,16 @@ void check_recorded(const runtime::Context& context, const Tensor& given, const 
           name,
           " was copied, because it has gaps inside its rows or is not aligned to 16 bytes, and a replay would not ",
           "make the copy again; record it without gaps and aligned");
+}
+
+/// Keeps the memory that a recording reads and writes by its address, whatever other memory a caller gives to the
+/// tensors themselves (`q.data = ...`). A graph's pool keeps its own.
+void keep_memory(const runtime::Context& context, std::initializer_list<const Tensor*> tensors,
+                 std::initializer_list<const std::optional<Tensor>*> optional, std::vector<Tensor>& kept) {
+  if (!context.is_recording() || context.is_captured()) return;
+  for (const Tensor* t : tensors) kept.push_back(aten::unary("aten::alias", *t));
+  for (const std::optional<Tensor>* t : optional)
+    if (t->has_value()) kept.push_back(aten::unary("aten::alias", **t));
 }
 
 /// The options that all operators of a step have.
@@ -98,7 +111,7 @@ struct Forward {
         lse(empty_scalars(q, q.size(0), heads.q_heads)) {
     require(q.size(0) == k.size(0), "q ", shape_of(q), " and k ", shape_of(k), " have different lengths");
     slice = context->accept(plan_words(plan, "plan"), heads, q.size(0));
-    scores = context->accept(slice, a.options.scores(q, heads, sinks));
+    scores = a.options.scores(q, heads, sinks);
     check_backend(*context, q, slice, scores);
     check_recorded(*context, a.q, q, "q");
     check_recorded(*context, a.k, k, "k");
@@ -111,6 +124,7 @@ struct Forward {
       max_logits = empty_floats(q, heads.q_heads);
     }
     check_backward(a.plan_backward);
+    keep_memory(*context, {&q, &k, &v, &out, &lse}, {&sinks, &max_logits}, kept);
   }
 
   /// Throws unless a backward step with `plan_backward` asks for exactly what this step retains, or for nothing.
@@ -142,6 +156,7 @@ struct Forward {
   runtime::ScoreOptions scores;
   Tensor out, lse;
   std::optional<Tensor> retained, max_logits;
+  std::vector<Tensor> kept;
 };
 
 /// The checked arguments of a backward step, and the tensors that it returns.
@@ -175,9 +190,10 @@ struct Backward {
     require(k.size(0) == rows && lse.size(0) == rows && lse.size(1) == heads.q_heads,
             "q, k, v, out and lse have different lengths or head counts");
     slice = context->accept(plan_words(plan, "plan"), heads, rows);
-    scores = context->accept(slice, a.options.scores(q, heads, sinks));
+    scores = a.options.scores(q, heads, sinks);
     check_backend(*context, q, slice, scores);
     take_retained(a.retained);
+    keep_memory(*context, {&dout, &q, &k, &v, &out, &lse, &dq, &dk, &dv}, {&sinks, &dlse}, kept);
   }
 
   runtime::BackwardTensors tensors() const {
@@ -219,6 +235,7 @@ struct Backward {
   runtime::ScoreOptions scores;
   Tensor dq, dk, dv;
   std::optional<Tensor> retained, dlse;
+  std::vector<Tensor> kept;
 };
 
 std::tuple<Tensor, Tensor> core_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& plan,

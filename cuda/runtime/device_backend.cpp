@@ -99,6 +99,8 @@ class DeviceBackend final : public runtime::Backend {
   void check(const HeadShape& heads, float softcap) const override {
     const std::string reason = attention::cuda::unsupported_reason(heads, family_);
     if (own_attention_) return require(reason.empty(), "attention = \"own\": ", reason);
+    require(!queue_->is_recording(), "record: attention is ", aten_->attention(heads),
+            ", which cannot be recorded; attention=\"own\" can");
     try {
       aten_->check(heads, softcap);
     } catch (const InvalidArgumentError& error) {
@@ -163,12 +165,12 @@ class DeviceBackend final : public runtime::Backend {
   }
 
   void forward(const attention::Problem& problem, const Parallel& parallel) override {
-    if (!is_own(problem)) return aten_->forward(problem, parallel);
+    if (!own_attention_) return aten_->forward(problem, parallel);
     kernels().prepare_forward(problem);
     attend("forward");
   }
   void backward(const attention::Problem& problem, const Parallel& parallel) override {
-    if (!is_own(problem)) return aten_->backward(problem, parallel);
+    if (!own_attention_) return aten_->backward(problem, parallel);
     kernels().prepare_backward(problem, problem.deterministic);
     attend("backward");
   }
@@ -177,12 +179,6 @@ class DeviceBackend final : public runtime::Backend {
   template <class Launch>
   void queue(const char* operation, std::span<const TablePart> parts, const Launch& launch) {
     queue_->run(Streams::Stream::kWork, operation, parts, launch);
-  }
-
-  bool is_own(const attention::Problem& problem) const {
-    require(own_attention_ || !queue_->is_recording(), "record: attention is ", aten_->attention(problem.heads),
-            ", which cannot be recorded; attention=\"own\" can");
-    return own_attention_;
   }
 
   /// The launcher. It is made for the first problem, because it asks the driver for a function that old drivers lack.

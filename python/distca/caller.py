@@ -22,9 +22,10 @@ def is_deterministic(asked: bool) -> bool:
 
 def forward_step_of(context: Context | None, step: int | None = None) -> int:
     """What backward of this forward step, or of the last one, tells the other ranks: its number, and 0 if they may not
-    compare it. A step that was recomputed in backward has another number where a rank checkpoints in another way.
+    compare it. A step that was recomputed in backward has another number where a rank checkpoints in another way, and a
+    recorded one where a rank has recorded other steps before, and one for all replays.
     """
-    if context is None or torch._C._current_graph_task_id() != -1:
+    if context is None or context._is_recording or torch._C._current_graph_task_id() != -1:
         return 0
     return context.step if step is None else step
 

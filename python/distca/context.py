@@ -198,8 +198,9 @@ class Context(Registered):
 
         It works for contexts whose steps are queued: those on CUDA with ``attention="own"``, and those on
         threads that stand for a GPU's streams (``distca.testing.loopback(streams=True)``). Everything else
-        that PyTorch does inside is done at once, and only once. If a CUDA graph is captured meanwhile, the recorded
-        steps become a part of that graph::
+        that PyTorch does inside is done at once, and only once. Therefore a call that casts rows under autocast is
+        refused, and so is backward that computes the gradient of sinks. If a CUDA graph is captured meanwhile, the
+        recorded steps and all else become a part of that graph, and neither is refused::
 
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph), context.record() as recording:

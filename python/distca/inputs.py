@@ -93,13 +93,41 @@ def dtype_under_autocast(t: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if device in _DEVICES and torch.is_autocast_enabled(device) else t.dtype
 
 
-def as_autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """q, k and v in autocast's dtype if autocast is on, and otherwise as they are. Checks the dtype that they have."""
+def as_autocast(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: str | Context = ""
+) -> tuple[torch.Tensor, ...]:
+    """q, k and v in autocast's dtype if autocast is on, and otherwise as they are. Checks the dtype that they have.
+
+    Raises:
+        InvalidArgumentError: attention lacks a dtype, or a replay of `context` would not cast again.
+    """
     device = q.device.type
     if device in _DEVICES and torch.is_autocast_enabled(device):
-        return tuple(t.to(torch.get_autocast_dtype(device)) for t in (q, k, v))
+        dtype = torch.get_autocast_dtype(device)
+        for name, t in (("q", q), ("k", k), ("v", v)):
+            if t.dtype != dtype:
+                check_done_again(context, f"autocast casts {name}", f"pass {name} in {dtype}")
+        return tuple(t.to(dtype) for t in (q, k, v))
     check_dtypes(q, k, v)
     return q, k, v
+
+
+def check_done_again(context: str | Context, what: str, instead: str) -> None:
+    """Raises InvalidArgumentError if a recording of the context is open and its replays would not do again `what` is
+    done besides the steps: only those of a captured CUDA graph do. Compiled code does not look.
+    """
+    here = None if torch.compiler.is_compiling() else find_context(context)
+    if here is None or not here._is_recording:
+        return
+    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        raise InvalidArgumentError(
+            f"record: {what}, which a replay would not do again; {instead}, or capture a CUDA graph"
+        )
+
+
+def check_sinks_done_again(context: str) -> None:
+    """Does what `check_done_again` does for the gradient of sinks, which is no part of a step."""
+    check_done_again(context, "backward computes the gradient of sinks", "record it with sinks.detach()")
 
 
 def check_dtypes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ from distca.inputs import (
     as_autocast,
     as_numbers,
     check_rows,
+    check_sinks_done_again,
     check_tensors,
     finder_of,
     refuse_forward_mode,
@@ -113,7 +114,7 @@ def core_attention(
         return core_attention_in_parts(q, k, v, call, context=context, max_logits=max_logits, **asked)
     finder = finder_of(context)
     finds = max_logits or finder is not None
-    q, k, v = as_autocast(q, k, v)
+    q, k, v = as_autocast(q, k, v, context)
     tables = plan.tensor, None if plan_backward is None else plan_backward.tensor
     caller = Caller.of(context, layer)
     options = caller.options(scale, softcap, deterministic)
@@ -298,10 +299,13 @@ def _backward(operator: Any, range_name: str) -> Any:
         if dout is None:  # the other ranks take part in this step all the same
             dout = torch.zeros_like(out)
         caller = Caller(name, ctx.metadata.get(_LAYER))
+        has_dsinks = sinks is not None and ctx.needs_input_grad[ctx.num_inputs - 1]
+        if has_dsinks:
+            check_sinks_done_again(name)
         with caller.calls(range_name, forward_step=ctx.forward_step):
             grads = operator(dout, q, k, v, out, lse, table, sinks, **ctx.options, **retained, dlse=dlse)
             dsinks = None
-            if sinks is not None and ctx.needs_input_grad[ctx.num_inputs - 1]:
+            if has_dsinks:
                 dsinks = torch.ops.distca.sink_gradient(dout, out, lse, sinks, dlse)
         caller.note()
         return (*grads, *[None] * (ctx.num_inputs - len(grads) - 1), dsinks)

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+import torch
+
 from distca import _C
+from distca.arguments import check_type, listed
 from distca.errors import InvalidArgumentError, refusals_told
 from distca.planner.plan import Plan
 
@@ -24,7 +27,8 @@ class Recording:
         recording.replay()  # or launch the CUDA graph that was captured meanwhile
 
     A replay does the same operations over the same tensors: those that were passed to the calls inside, and those that
-    the calls returned. Write new values into the former before a replay, and read the latter after it.
+    the calls returned. Write new values into the former before a replay, and read the latter after it. A tensor that is
+    given other memory (``q.data = ...``) is not the recorded one any more.
     """
 
     def __init__(self, context: Context, headroom: float, rounds: int) -> None:
@@ -32,6 +36,7 @@ class Recording:
         self._room = headroom, rounds
         self._open: _C.Recording | None = None
         self._made: _C.Recording | None = None
+        self._calls_before = 0  # those of the context, when the recording began
 
     @property
     def num_steps(self) -> int:
@@ -48,7 +53,7 @@ class Recording:
                     "max_logits=True to core_attention"
                 )
             self._open = self._core().begin_recording(*self._room)
-        self._context._is_recording = True
+        self._context._is_recording, self._calls_before = True, self._core().num_calls
         return self
 
     def __exit__(
@@ -57,8 +62,13 @@ class Recording:
         recording, self._open = self._open, None
         self._context._is_recording = False
         if kind is not None:
-            self._core().drop_recording()
-            self._core().refuse(f"a recording broke off: {kind.__name__}: {error}")
+            core = self._context._core
+            if core is None:
+                return
+            core.drop_recording()
+            # Recorded steps are no calls: a call since the beginning is one that was refused, and told already.
+            if core.num_calls == self._calls_before:
+                core.refuse(f"a recording broke off: {kind.__name__}: {error}")
             return
         with refusals_told(self._context):
             self._core().end_recording()
@@ -104,8 +114,18 @@ class Recording:
             self._core().replay(self._complete())
 
     def _fill(self, plan: Plan | Sequence[Plan], *, check_only: bool) -> None:
-        plans = [plan] if isinstance(plan, Plan) else list(plan)
+        plans = (
+            [plan] if isinstance(plan, Plan) else listed("replan", "plan", plan, "a distca.Plan, or one for each step,")
+        )
+        for one in plans:
+            check_type("replan", "plan", one, Plan, "distca.plan")
         tensors = [one.tensor for one in plans]  # keeps them until the call is over
+        for tensor in tensors:
+            if tensor.device.type != "cpu" or tensor.dtype != torch.int64 or not tensor.is_contiguous():
+                raise InvalidArgumentError(
+                    "replan: plan.tensor must be a contiguous int64 CPU tensor; pass the distca.Plan with its tensor "
+                    "unmoved"
+                )
         words = [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
         self._core().replan(self._complete(), words, check_only=check_only)
 

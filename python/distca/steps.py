@@ -20,6 +20,7 @@ from distca.errors import InvalidArgumentError, refusals_told
 from distca.inputs import (
     as_autocast,
     as_numbers,
+    check_sinks_done_again,
     check_tensors,
     finder_of,
     in_compiled_code,
@@ -113,7 +114,7 @@ class _Call:
         self.options = options
         self.number, self.forward_step = -1, 0
         self.inputs: list[torch.Tensor] = []  # q, k, v and, if given, sinks; until collect
-        self._versions: list[int] = []
+        self._states: list[tuple[int, int]] = []
 
     @property
     def finds_max_logits(self) -> bool:
@@ -121,7 +122,7 @@ class _Call:
 
     def dispatch(self, retain: bool, *inputs: torch.Tensor) -> None:
         self.inputs = list(inputs)
-        self._versions = [_version_of(t) for t in inputs]
+        self._states = [_state_of(t) for t in inputs]
         q, k, v, *sinks = inputs
         with self.caller.calls("dispatch"):
             self.number = torch.ops.distca.dispatch(
@@ -131,10 +132,10 @@ class _Call:
         self.caller.note(self.number)
 
     def changed_input(self) -> str | None:
-        """The name of an input that was written to since dispatch, or None."""
+        """The name of an input that was written to, or given other memory, since dispatch; or None."""
         names = ("q", "k", "v", "sinks")
-        now = (_version_of(t) for t in self.inputs)
-        return next((n for n, a, b in zip(names, now, self._versions, strict=False) if a != b), None)
+        now = (_state_of(t) for t in self.inputs)
+        return next((n for n, a, b in zip(names, now, self._states, strict=False) if a != b), None)
 
     def attend(self) -> None:
         with self.caller.calls("attend"):
@@ -154,6 +155,8 @@ class _Call:
 
     def dispatch_backward(self, dout: torch.Tensor, dlse: torch.Tensor | None, *saved: Any) -> _UnderWay:
         q, k, v, out, lse, table, sinks, *retained = saved
+        if sinks is not None and sinks.requires_grad:
+            check_sinks_done_again(self.caller_backward.context)
         with self.caller_backward.calls("dispatch_backward", forward_step=self.forward_step), torch.no_grad():
             number = torch.ops.distca.dispatch_backward(
                 dout,
@@ -179,9 +182,11 @@ class _Call:
         return (*grads, under_way.dsinks)
 
 
-def _version_of(tensor: torch.Tensor) -> int:
-    """The tensor's counter of changes in place. Tensors of inference mode have none: always 0."""
-    return 0 if tensor.is_inference() else tensor._version
+def _state_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """The tensor's counter of changes in place, and where its memory is, which `tensor.data = ...` changes uncounted.
+    Tensors of inference mode have no counter: always 0.
+    """
+    return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
 
 
 class _Dispatch(torch.autograd.Function):
@@ -274,7 +279,10 @@ class Step:
         if self._context is not None and self._context() is not get_context(self._call.caller.context):
             raise InvalidArgumentError(f"{part}: the context of step {self.number} was closed")
         if (name := self._call.changed_input()) is not None:
-            message = f"{part}: {name} was changed in place after its dispatch, when some of its rows may have left"
+            message = (
+                f"{part}: {name} was changed in place, or given other memory, after its dispatch, when some of its "
+                "rows may have left"
+            )
             self.abandon(message)
             raise InvalidArgumentError(f"{message}; step {self.number} is abandoned")
         if self._token.requires_grad and not torch.is_grad_enabled():
@@ -350,7 +358,7 @@ def begin(
     """What `dispatch` does once the plans `of_call` are known. `options` are its scale, softcap and deterministic."""
     refuse_forward_mode("dispatch", q, k, v, sinks)
     plan, plan_backward, layer, layer_backward = of_call
-    inputs = as_autocast(q, k, v)
+    inputs = as_autocast(q, k, v, context)
     caller = Caller.of(context, layer, plan.half)
     _abandon_broken_off(get_context(caller.context))
     call = _Call(plan, plan_backward, caller, caller.options(**options), max_logits)
@@ -365,7 +373,7 @@ def attend(step: Step) -> None:
     """Computes this rank's tasks of a dispatched step, as soon as their rows are here, and sends the results home.
 
     Raises:
-        InvalidArgumentError: the call is out of order, or an input was changed in place since dispatch.
+        InvalidArgumentError: the call is out of order, or an input was changed since dispatch.
         PlanMismatchError, PeerDiedError, PeerLeftError, PeerTimeoutError: the context is poisoned.
     """
     check_type("attend", "step", step, Step, "distca.dispatch(q, k, v, plan)")

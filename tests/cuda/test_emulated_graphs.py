@@ -123,6 +123,32 @@ def test_own_attention_is_recorded(own_gpu: EmulatedGpu, captured: bool) -> None
         assert_same(mine, right)
 
 
+def test_attention_that_aten_computes_is_refused_in_a_recording_and_the_context_goes_on(gpu: EmulatedGpu) -> None:
+    plan = distca.plan(distca.Layout.packed([ROWS], ranks=1, tokens_per_rank=ROWS), HEADS)
+    with gpu.attention_by_aten(), loopback_group(plan, **OPTIONS) as [context]:
+        for _ in range(2):  # the second time a context that was poisoned would say so
+            with pytest.raises(distca.InvalidArgumentError, match="which cannot be recorded"), context.record():
+                one_step(plan, tensors_of(0, 0, HEADS), context)
+        context.check()
+
+
+def test_a_recording_for_which_there_is_no_memory_leaves_steps_to_be_done(gpu: EmulatedGpu) -> None:
+    plan = distca.plan(distca.Layout.packed([ROWS], ranks=1, tokens_per_rank=ROWS), HEADS)
+    with loopback_group(plan, **OPTIONS) as [context]:
+        tensors = tensors_of(0, 0, HEADS)
+        right = one_step(plan, tensors, context)
+        with gpu.without_page_locked_memory(), pytest.raises(distca.DeviceError, match="page-locked"), context.record():
+            pass
+        assert_same([one_step(plan, tensors, context)], [right])
+        assert context.step == 4
+        with context.record() as recording:
+            returned = one_step(plan, tensors, context)
+        recording.replan(plan)
+        recording.replay()
+        gpu.synchronize()
+        assert_same([returned], [right])
+
+
 @pytest.mark.parametrize("mask", [{"window": 50}, {"mask": "full"}, {"mask": "full", "window": 50}], ids=str)
 def test_another_mask_is_refused(own_gpu: EmulatedGpu, mask: dict[str, Any]) -> None:
     """The kernels' parameters are fixed in a recording, the scores of all groups among them."""

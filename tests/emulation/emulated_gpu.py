@@ -119,6 +119,14 @@ class EmulatedGpu:
         """
         return self._switched("wait_after_steps", False, True)
 
+    def attention_by_aten(self) -> AbstractContextManager[None]:
+        """Contexts made inside leave attention to what stands for ATen, which computes nothing."""
+        return self._switched("let_aten_compute", True, False)
+
+    def without_page_locked_memory(self) -> AbstractContextManager[None]:
+        """Inside, there is no more of it."""
+        return self._switched("set_page_locked_memory", False, True)
+
     def without_kernels(self) -> AbstractContextManager[None]:
         """Inside, no kernel can be loaded, as on a GPU that they were not compiled for."""
         return self._switched("set_compiled_for_device", False, True)

@@ -5,7 +5,9 @@ The expected results are the bits of the same steps done one by one on the host.
 
 from __future__ import annotations
 
+import threading
 from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ import distca
 from distca.testing import _emulation
 from support.batches import random_tasks
 from support.groups import loopback_group, on_all_ranks, outcomes
-from support.plan_reader import read_slice
+from support.plan_reader import read_slice, with_tensor
 from support.processes import HEADS as PROCESS_HEADS
 from support.processes import Group, connect
 from support.recorded import (
@@ -94,6 +96,60 @@ def test_a_replay_reads_the_sinks_anew() -> None:
         right = on_all_ranks(contexts, on_host)
     for of_rank, expected in zip(mine, right, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(of_rank, expected, strict=True))
+
+
+def test_a_replay_has_the_scale_and_softcap_of_its_call_whether_or_not_its_plan_says_them() -> None:
+    layout = layout_of(3)
+    said = [distca.Scores(scale=0.75, softcap=2.0)] * len(layout.document_lengths)
+    plans = [distca.plan(layout, HEADS), distca.plan(layout, HEADS, scores=said)]
+    asked = {"scale": 0.75, "softcap": 2.0}
+    tasks = [random_tasks(layout, HEADS.kv, seed) for seed in range(2)]
+    plans += [
+        distca.plan(layout, HEADS, tasks=tasks[0]),
+        distca.plan(layout, HEADS, scores=said, tasks=tasks[1]),
+    ]
+
+    def step(plan: distca.Plan, tensors: Tensors, context: distca.Context) -> Tensors:
+        out, lse = distca.core_attention(*tensors[:3], plan.for_rank(context.rank), context=context, **asked)
+        return [out.detach(), lse, *torch.autograd.grad(out, tensors[:3], tensors[3])]
+
+    def work(rank: int, context: distca.Context) -> list[Tensors]:
+        tensors, results = tensors_of(5, rank), []
+        for recorded in plans[:2]:
+            with context.record(headroom=8.0, rounds=8) as recording:
+                returned = step(recorded, tensors, context)
+            for plan in plans:
+                recording.replan(plan.for_rank(rank))
+                recording.replay()
+                results.append([one.clone() for one in returned])
+        return results
+
+    def on_host(rank: int, context: distca.Context) -> list[Tensors]:
+        return [step(plan, tensors_of(5, rank), context) for plan in plans] * 2
+
+    with loopback_group(plans, streams=True, timeout=3.0) as contexts:
+        results = on_all_ranks(contexts, work)
+    with loopback_group(plans) as contexts:
+        for mine, right in zip(results, on_all_ranks(contexts, on_host), strict=True):
+            assert_same(mine, right)
+
+
+def test_a_recording_keeps_the_memory_of_tensors_that_are_given_other_memory() -> None:
+    rows = 20_000  # of which the memory goes back to the operating system when it is freed
+    plan = distca.plan(distca.Layout.from_documents([[50] * (rows // 50)]), HEADS)
+    with loopback_group(plan, streams=True, timeout=20.0) as [context]:
+        tensors = tensors_of(0, 0, HEADS, rows)
+        with context.record() as recording:
+            returned = one_step(plan, tensors, context)
+        recording.replan(plan)
+        recording.replay()
+        right = [one.clone() for one in returned]
+        kept = [one[:] for one in returned[:2]]
+        for one in (*tensors, *returned[2:]):
+            one.data = torch.zeros(1)
+        recording.replan(plan)
+        recording.replay()
+        assert all(torch.equal(a, b) for a, b in zip(kept, right, strict=False))
 
 
 def test_layers_have_plans_of_their_own_and_replays_of_two_recordings_take_turns_with_steps_that_are_not_recorded() -> (
@@ -274,6 +330,141 @@ def test_a_backward_step_is_replanned_with_the_layout_of_its_forward_step() -> N
         assert torch.equal(mine[0][0], right[0][0])
 
 
+@pytest.mark.parametrize("recorded_with", [None, 0.25])
+@pytest.mark.parametrize("name", ["scale", "softcap"])
+def test_a_plan_of_another_scale_or_softcap_than_that_of_the_recorded_call_is_refused(
+    name: str, recorded_with: float | None
+) -> None:
+    layout = distca.Layout.packed([ROWS], ranks=1, tokens_per_rank=ROWS)
+    asked = {"scale": 0.25, "softcap": 0.25}
+
+    def saying(value: float | None) -> distca.Plan:
+        return distca.plan(layout, HEADS, scores=[distca.Scores(**({**asked, name: value} if value else {}))])
+
+    plan, other = saying(recorded_with), saying(0.5)
+    with loopback_group([plan, other], streams=True, timeout=3.0) as [context]:
+        q, k, v, _ = (t.detach() for t in tensors_of(0, 0))
+        with context.record() as recording:
+            distca.core_attention(q, k, v, plan, context=context, **asked)
+        for refused in (recording.check, recording.replan):
+            with pytest.raises(distca.InvalidArgumentError, match=f"{name} = 0.25; the plan says 0.5 for document 0"):
+                refused(other)
+        recording.replan(plan)
+        recording.replay()
+
+
+def test_what_a_replay_would_not_do_again_is_refused_and_the_context_goes_on() -> None:
+    heads = distca.Heads(4, 2, 16, 24, torch.bfloat16)
+    layout = distca.Layout.packed([ROWS], ranks=1, tokens_per_rank=ROWS)
+    plans = [distca.plan(layout, HEADS), distca.plan(layout, heads)]
+
+    def in_parts(*arguments: Any, **options: Any) -> Any:
+        step = distca.dispatch(*arguments, **options)
+        distca.attend(step)
+        return distca.collect(step)
+
+    with loopback_group(plans, streams=True, timeout=3.0) as [context]:
+        q, k, v, dout = tensors_of(0, 0)
+        narrow = q.bfloat16()
+        sinks = torch.zeros(HEADS.q, requires_grad=True)
+        for call in (distca.core_attention, in_parts):
+            with (
+                pytest.raises(distca.InvalidArgumentError, match="autocast casts k, which a replay would not do again"),
+                torch.autocast("cpu", torch.bfloat16),
+                context.record(),
+            ):
+                call(narrow, k, v, plans[1], context=context)
+            with (
+                pytest.raises(
+                    distca.InvalidArgumentError, match="gradient of sinks, which a replay would not do again"
+                ),
+                context.record(),
+            ):
+                call(q, k, v, plans[0], context=context, sinks=sinks)[0].backward(dout)
+            with torch.autocast("cpu", torch.bfloat16), context.record() as recording:
+                call(*(t.bfloat16() for t in (q, k, v)), plans[1], context=context)
+            recording.replan(plans[1])
+            recording.replay()
+            with context.record() as recording:
+                call(q, k, v, plans[0], context=context, sinks=sinks.detach())[0].backward(dout)
+            recording.replan(plans[0])
+            recording.replay()
+        one_step(plans[0], [q, k, v, dout], context)
+
+
+def test_ranks_whose_recordings_break_off_for_different_reasons_go_on() -> None:
+    plan = _plan(1)
+    broken_off = threading.Barrier(RANKS, timeout=60.0)
+
+    def work(rank: int, context: distca.Context) -> list[Tensors]:
+        tensors = tensors_of(0, rank)
+        reason = distca.InvalidArgumentError if rank == 0 else KeyError
+        with pytest.raises(reason), context.record():
+            if rank == 0:  # a call that the rank refuses, and tells the others of
+                distca.core_attention(*(t[1:] for t in tensors[:3]), plan.for_rank(rank), context=context)
+            raise KeyError("another rank could not record")
+        broken_off.wait()
+        return [one_step(plan, tensors, context)]
+
+    with loopback_group(plan, streams=True, timeout=3.0) as contexts:
+        results = on_all_ranks(contexts, work)
+    for mine, right in zip(results, on_the_host([plan], [0]), strict=True):
+        assert_same(mine, right)
+
+
+@pytest.mark.parametrize("changes_inputs", [False, True])
+def test_a_step_that_was_dispatched_in_a_recording_and_then_dropped_is_no_fault(changes_inputs: bool) -> None:
+    plan = _plan(1)
+    broken_off = threading.Barrier(RANKS, timeout=60.0)
+
+    def dispatch_and_drop(rank: int, context: distca.Context) -> None:
+        q, k, v, _ = (t.detach() for t in tensors_of(0, rank))
+        step = distca.dispatch(q, k, v, plan.for_rank(rank), context=context)
+        if changes_inputs:
+            q.add_(1.0)
+        distca.attend(step)
+
+    def work(rank: int, context: distca.Context) -> list[Tensors]:
+        changed = "q was changed in place" if changes_inputs else "dispatched and not collected"
+        with pytest.raises(distca.InvalidArgumentError, match=changed), context.record():
+            dispatch_and_drop(rank, context)
+        broken_off.wait()
+        return [one_step(plan, tensors_of(0, rank), context)]
+
+    with loopback_group(plan, streams=True, timeout=3.0) as contexts:
+        results = on_all_ranks(contexts, work)
+    for mine, right in zip(results, on_the_host([plan], [0]), strict=True):
+        assert_same(mine, right)
+
+
+def test_an_error_in_a_recording_whose_context_was_closed_is_raised_as_it_is() -> None:
+    plan = distca.plan(distca.Layout.packed([ROWS], ranks=1, tokens_per_rank=ROWS), HEADS)
+    with loopback_group(plan, streams=True) as [context], pytest.raises(KeyError), context.record():
+        context.close()
+        raise KeyError("of the caller")
+
+
+def test_backward_that_is_not_recorded_goes_with_that_of_ranks_that_have_recorded_other_steps_before() -> None:
+    plan = _plan(1)
+
+    def work(rank: int, context: distca.Context) -> list[Tensors]:
+        tensors = tensors_of(0, rank)
+        q, k, v, dout = tensors
+        for _ in range(rank):  # with too little room, as it were
+            with context.record():
+                one_step(plan, tensors, context)
+        with context.record() as recording:
+            out, lse = distca.core_attention(q, k, v, plan.for_rank(rank), context=context)
+        recording.replan(plan.for_rank(rank))
+        recording.replay()
+        return [[out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), dout)]]
+
+    with loopback_group(plan, streams=True, timeout=3.0) as contexts:
+        results = on_all_ranks(contexts, work)
+    for mine, right in zip(results, on_the_host([plan], [0]), strict=True):
+        assert_same(mine, right)
+
+
 def test_calls_out_of_order_are_refused_and_the_context_goes_on() -> None:
     layout = distca.Layout.packed([ROWS], ranks=1, tokens_per_rank=ROWS)
     plan = distca.plan(layout, HEADS)
@@ -309,6 +500,13 @@ def test_calls_out_of_order_are_refused_and_the_context_goes_on() -> None:
             recording.replan([plan] * 3)
         with refused("it has 65 rows on rank 0, the tensors have 64"):
             recording.replan(longer)
+        for wrong, words in ((None, "plan is None; a distca.Plan"), ([plan.tensor], "plan is a Tensor; a distca.Plan")):
+            with refused(words):
+                recording.replan(wrong)
+        table = plan.tensor
+        for moved in (table.to("meta"), table.to(torch.int32), table.repeat_interleave(2)[::2], table[:1].expand(99)):
+            with refused("a contiguous int64 CPU tensor"):
+                recording.check(with_tensor(plan, moved))
         recording.replan(plan)
         for call in (lambda: one_step(plan, tensors, context), lambda: recording.replan(plan)):
             with refused("replay it first"):

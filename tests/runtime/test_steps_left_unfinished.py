@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -51,8 +52,13 @@ def test_a_step_that_goes_out_of_use_is_a_fault_that_names_it_on_all_ranks(ranks
             Rows(batch, plan, contexts[0]).whole()
 
 
+def _give_other_memory(tensor: torch.Tensor) -> None:
+    tensor.data = torch.zeros(1)
+
+
 @pytest.mark.parametrize("attended", [False, True])
-def test_an_input_that_is_changed_in_place_under_way_is_named(attended: bool) -> None:
+@pytest.mark.parametrize("change", [torch.Tensor.zero_, _give_other_memory])
+def test_an_input_that_is_changed_under_way_is_named(attended: bool, change: Callable[[torch.Tensor], object]) -> None:
     plan, batch = spilled_plan(), random_batch(LENGTHS, HEADS, 1)
 
     def work(rank: int, context: distca.Context) -> None:
@@ -62,7 +68,7 @@ def test_an_input_that_is_changed_in_place_under_way_is_named(attended: bool) ->
             distca.attend(step)
         if rank == 0:
             with torch.no_grad():
-                rows.k.zero_()
+                change(rows.k)
             go_on, part = (distca.collect, "collect") if attended else (distca.attend, "attend")
             with pytest.raises(distca.InvalidArgumentError, match=f"{part}: k was changed in place"):
                 go_on(step)

@@ -179,6 +179,9 @@ class WaitingStreams final : public transport::Streams {
   std::shared_ptr<Streams> streams_;
 };
 
+/// Whether ATen computes where the own kernels do not, and not the CPU's kernel.
+std::atomic<bool> aten_computes{false};
+
 /// What made backends and streams before.
 runtime::DeviceFactory& factory_before() {
   static auto* const factory = new runtime::DeviceFactory;
@@ -202,7 +205,7 @@ DISTCA_EXPORT void use_emulated_gpu(bool own_attention, int major) {
     const auto inner = streams ? dynamic_cast<const cuda::WaitingStreams&>(*streams).inner() : nullptr;
     std::shared_ptr<runtime::Backend> device = cuda::distca_cuda_library()->make_backend(
         std::make_shared<cuda::AtenInPlace>(), 0, &cuda::current_stream, own_attention, inner);
-    if (own_attention || !inner) return device;
+    if (own_attention || !inner || cuda::aten_computes) return device;
     return std::make_shared<cuda::HostAttention>(std::move(device), cuda::queue_of(inner));
   };
   const auto make_streams = [](const std::string&, std::chrono::milliseconds timeout, int put_blocks) {
@@ -215,8 +218,12 @@ DISTCA_EXPORT int is_own_the_default() { return distca::cuda::distca_cuda_librar
 /// Ends that.
 DISTCA_EXPORT void leave_emulated_gpu() { distca::runtime::set_device_factory(distca::cuda::factory_before()); }
 
+/// In contexts that are made from here on; what stands for ATen computes nothing.
+DISTCA_EXPORT void let_aten_compute(bool on) { distca::cuda::aten_computes = on; }
+
 /// At the end of a step; a replay or a launch of a graph never waits.
 DISTCA_EXPORT void wait_after_steps(bool wait) { distca::cuda::waits_after_steps = wait; }
+DISTCA_EXPORT void set_page_locked_memory(bool is_there) { emulated_gpu::has_page_locked_memory = is_there; }
 DISTCA_EXPORT void set_compiled_for_device(bool is) { emulated_gpu::compiled_for_device = is; }
 DISTCA_EXPORT void run_graphs_one_by_one(bool on) { emulated_gpu::one_by_one = on; }
 

@@ -128,6 +128,7 @@ cudaError_t cudaMalloc(void** p, size_t bytes) {
 cudaError_t cudaFree(void* p) { return report(emulated_gpu::free_now(p, false)); }
 cudaError_t cudaHostAlloc(void** p, size_t bytes, unsigned) {
   if (const cudaError_t error = emulated_gpu::forbidden_by_capture(); error != cudaSuccess) return report(error);
+  if (!emulated_gpu::has_page_locked_memory) return report(cudaErrorMemoryAllocation);
   emulated_gpu::finish_all();  // as the driver may
   return emulated_gpu::allocate(p, bytes, true);
 }

@@ -96,6 +96,7 @@ void finish_all();
 void load(const void* kernel, const char* launched_as = nullptr);
 bool was_loaded_by_a_launch(const std::string& kernel);
 inline std::atomic<bool> compiled_for_device = true;  // whether there are kernels of this GPU
+inline std::atomic<bool> has_page_locked_memory = true;
 
 // ---- memory
 
