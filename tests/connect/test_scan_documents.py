@@ -214,3 +214,30 @@ def test_too_few_results_of_pieces_are_told() -> None:
     assert len(pieces.rows) == 7 + 2 * 3
     with pytest.raises(distca.InvalidArgumentError, match=r"crop: results have shape \[7, 2\]; 13 rows are expected"):
         pieces.crop(torch.zeros(7, 2))
+
+
+@pytest.mark.parametrize("way", ["scan", "halos", "gather"])
+def test_a_plan_that_was_first_used_in_inference_mode_can_be_trained_with(way: str) -> None:
+    """As by a trainer that evaluates before the first step. What is kept with the layout has tensors of numbers."""
+    plan = distca.plan(distca.Layout([[(0, 0, 4)], [(0, 4, 9)]]), HEADS)
+
+    def work(rank: int, context: distca.Context) -> torch.Tensor:
+        def run(rows: torch.Tensor) -> torch.Tensor:
+            mine = plan.for_rank(rank)
+            if way == "scan":
+                return distca.scan_documents(_scan, {"x": rows}, mine, context=context)
+            if way == "halos":
+                pieces = distca.exchange_halos(rows, mine, 2, context=context)
+                return pieces.crop(pieces.rows)
+            documents = distca.gather_documents(rows, mine, context=context)
+            return documents.scatter(documents.rows)
+
+        with torch.inference_mode():
+            run(torch.ones(4 + rank, 2, 3))
+        rows = torch.ones(4 + rank, 2, 3, requires_grad=True)
+        run(rows).sum().backward()
+        return rows.grad
+
+    with loopback_group(plan, timeout=20.0) as contexts:
+        for rank, gradient in enumerate(on_all_ranks(contexts, work)):
+            assert torch.equal(gradient, torch.ones(4 + rank, 2, 3))
