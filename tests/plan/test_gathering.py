@@ -15,7 +15,7 @@ from support.groups import on_threads
 
 
 @given(st.integers(0, 10**6), st.integers(1, 5), st.booleans())
-def test_each_document_is_whole_on_one_rank_and_itsown_rows_come_back(seed: int, ranks: int, merges: bool) -> None:
+def test_each_document_is_whole_on_one_rank_and_its_own_rows_come_back(seed: int, ranks: int, merges: bool) -> None:
     tree = random_tree(seed, merges=merges)
     layout = tree.layout(ranks, seed)
 
@@ -109,7 +109,7 @@ def test_an_exchange_to_which_a_rank_does_not_come_is_an_error() -> None:
 
 @pytest.mark.parametrize("of_row", [(), (3,), (2, 5)])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float32])
-def testrows_of_any_dtype_and_shape_are_exchanged(dtype: torch.dtype, of_row: tuple[int, ...]) -> None:
+def test_rows_of_any_dtype_and_shape_are_exchanged(dtype: torch.dtype, of_row: tuple[int, ...]) -> None:
     """Rank 0 sends three rows to rank 1, which keeps its own three."""
 
     def work(rank: int, exchange: ThreadRows) -> torch.Tensor:
