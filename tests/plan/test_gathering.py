@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import distca
-from distca.connect.row_exchange import Meeting, ThreadRows
+from distca.connect.row_exchange import GroupRows, Meeting, ThreadRows
 from distca.planner.gathering import gathering
 from support.branches import random_tree, rows_of, rows_on
 from support.groups import on_threads
@@ -105,6 +107,26 @@ def test_an_exchange_to_which_a_rank_does_not_come_is_an_error() -> None:
     exchange = ThreadRows(meeting, 0, 0.05)
     with pytest.raises(distca.PeerTimeoutError, match="could not exchange rows: one of them did not come"):
         exchange.move(torch.zeros(2, 3), [1, 1], [1, 1])
+
+
+def test_rows_that_were_exchanged_are_not_kept() -> None:
+    meeting = Meeting(2)
+    threads = [
+        threading.Thread(target=ThreadRows(meeting, rank, 20.0).move, args=(torch.zeros(2, 3), [1, 1], [1, 1]))
+        for rank in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert meeting.sent == [[], []]
+
+
+def test_a_lack_of_memory_for_rows_is_not_taken_for_the_end_of_a_rank() -> None:
+    exchange = GroupRows.__new__(GroupRows)  # of no process group
+    with pytest.raises(RuntimeError) as error:
+        exchange.bytes_of_all(torch.zeros(1, 1, dtype=torch.uint8), [1], [2**60])
+    assert not isinstance(error.value, distca.DistcaError)
 
 
 @pytest.mark.parametrize("of_row", [(), (3,), (2, 5)])
