@@ -198,10 +198,12 @@ def exchange_of(
     if not is_moved:
         return None
     if found is None or (found.rank, found.num_ranks) != (rank, layout.num_ranks):
-        where = "there is no such context" if found is None else f"it is rank {found.rank} of {found.num_ranks}"
-        raise InvalidArgumentError(
-            f"{function}: the plan is rank {rank}'s of {layout.num_ranks}, and of the context {context!r} {where}"
+        other = (
+            f"there is no context {context!r}"
+            if found is None
+            else f"the context {found.name!r} is that of rank {found.rank} of {found.num_ranks}"
         )
+        raise InvalidArgumentError(f"{function}: the plan is that of rank {rank} of {layout.num_ranks}, and {other}")
     return found.row_exchange()
 
 

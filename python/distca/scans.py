@@ -62,7 +62,7 @@ def scan_documents(
         PeerDiedError, PeerTimeoutError: a rank has ended, or does not come within the context's timeout.
     """
     found = find_context(context)
-    of_heads = of_heads or {}
+    of_heads = {} if of_heads is None else of_heads
     with refusals_told(found):
         if not isinstance(rows, Mapping) or not rows:
             what = "{}" if isinstance(rows, Mapping) else f"a {type(rows).__name__}"
@@ -95,7 +95,15 @@ def _check_heads(rows: Mapping[str, torch.Tensor], of_heads: Mapping[str, torch.
                 f"the heads of rows[{first!r}] must be a multiple of its heads"
             )
     num_heads = rows[first].shape[1]
+    if not isinstance(of_heads, Mapping):
+        raise InvalidArgumentError(
+            f"scan_documents: of_heads are a {type(of_heads).__name__}; tensors by their names are expected"
+        )
     for name, value in of_heads.items():
+        if not isinstance(value, torch.Tensor):
+            raise InvalidArgumentError(
+                f"scan_documents: of_heads[{name!r}] is a {type(value).__name__}; a torch.Tensor is expected"
+            )
         if value.shape[:1] != (num_heads,):
             raise InvalidArgumentError(
                 f"scan_documents: of_heads[{name!r}] has shape {list(value.shape)}; [{num_heads}, ...] is expected"

@@ -187,10 +187,12 @@ def _scan(x: torch.Tensor, cu_seqlens: torch.Tensor, **_: Any) -> torch.Tensor:
         ({"rows": {"x": torch.zeros(7, 0)}}, r"rows\['x'\] have shape \[7, 0\]"),
         ({"rows": {"x": torch.zeros(7, 3), "y": torch.zeros(7, 2)}}, r"rows\['y'\] have shape .* a multiple of"),
         ({"rows": {"x": [1.0]}}, r"rows\['x'\] are a list; a torch.Tensor is expected"),
+        ({"of_heads": [torch.zeros(2)]}, "of_heads are a list; tensors by their names are expected"),
+        ({"of_heads": {"a": [1.0, 2.0]}}, r"of_heads\['a'\] is a list; a torch.Tensor is expected"),
         ({"of_heads": {"a": torch.zeros(3)}}, r"of_heads\['a'\] has shape \[3\]; \[2, ...\] is expected"),
         ({"of_heads": {"x": torch.zeros(2)}}, "'x' is in rows and in of_heads"),
         ({"plan": CUT}, "plan is a Layout; a distca.Plan or distca.Plans is expected"),
-        ({"context": "nobody"}, "the plan is rank 0's of 3, .* 'nobody' there is no such context"),
+        ({"context": "nobody"}, "the plan is that of rank 0 of 3, and there is no context 'nobody'"),
         ({"scan": lambda **_: None}, r"scan returned a NoneType; \[7, 2, ...\] is expected"),
         ({"scan": lambda x, cu_seqlens: x[1:]}, r"scan returned \[6, 2\]; \[7, 2, ...\] is expected"),
     ],
@@ -214,3 +216,30 @@ def test_too_few_results_of_pieces_are_told() -> None:
     assert len(pieces.rows) == 7 + 2 * 3
     with pytest.raises(distca.InvalidArgumentError, match=r"crop: results have shape \[7, 2\]; 13 rows are expected"):
         pieces.crop(torch.zeros(7, 2))
+
+
+@pytest.mark.parametrize("way", ["scan", "halos", "gather"])
+def test_a_plan_that_was_first_used_in_inference_mode_can_be_trained_with(way: str) -> None:
+    """As by a trainer that evaluates before the first step. What is kept with the layout has tensors of numbers."""
+    plan = distca.plan(distca.Layout([[(0, 0, 4)], [(0, 4, 9)]]), HEADS)
+
+    def work(rank: int, context: distca.Context) -> torch.Tensor:
+        def run(rows: torch.Tensor) -> torch.Tensor:
+            mine = plan.for_rank(rank)
+            if way == "scan":
+                return distca.scan_documents(_scan, {"x": rows}, mine, context=context)
+            if way == "halos":
+                pieces = distca.exchange_halos(rows, mine, 2, context=context)
+                return pieces.crop(pieces.rows)
+            documents = distca.gather_documents(rows, mine, context=context)
+            return documents.scatter(documents.rows)
+
+        with torch.inference_mode():
+            run(torch.ones(4 + rank, 2, 3))
+        rows = torch.ones(4 + rank, 2, 3, requires_grad=True)
+        run(rows).sum().backward()
+        return rows.grad
+
+    with loopback_group(plan, timeout=20.0) as contexts:
+        for rank, gradient in enumerate(on_all_ranks(contexts, work)):
+            assert torch.equal(gradient, torch.ones(4 + rank, 2, 3))

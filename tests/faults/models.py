@@ -7,6 +7,7 @@ CUT = "tests/integrations/test_hf_recurrent_cut.py"
 GATHERINGS = "tests/plan/test_gathering.py"
 GATHERING = "python/distca/planner/gathering.py"
 SCANS = "python/distca/scans.py"
+SCANNED = "python/distca/integrations/hf_scans.py"
 OF_SCANS = "tests/integrations/test_hf_scans.py"
 HALOS = "tests/plan/test_halos.py"
 SPLITS = "tests/plan/test_head_split.py"
@@ -54,7 +55,7 @@ FAULTS = [
     ),
     Fault(
         "ranks of all stages exchange the rows of one",
-        "python/distca/integrations/hf_scans.py",
+        SCANNED,
         "return found.row_exchange(plan.ranks)",
         "return found.row_exchange()",
         (CUT,),
@@ -148,6 +149,55 @@ FAULTS = [
         SCANS,
         "computed = _nothing(here, of_heads, like)",
         "computed = _nothing(here, of_heads, like).detach()",
+        (OF_SCANS,),
+    ),
+    Fault(
+        "a recurrence whose name is not known runs over the borders of documents",
+        SCANNED,
+        "or len(names) != expected or",
+        "or",
+        (RECURRENT,),
+    ),
+    Fault(
+        "peers of a rank that refuses a recurrent layer wait until they give up",
+        "python/distca/integrations/hf_recurrent.py",
+        "    with refusals_told(find_context(here.context)):\n        check_rows",
+        "    if True:\n        check_rows",
+        (RECURRENT,),
+    ),
+    Fault(
+        "what is kept with a layout cannot be trained with after inference",
+        "python/distca/planner/pieces.py",
+        "            with torch.inference_mode(False):  # otherwise no backward could keep its tensors\n",
+        "            if True:\n",
+        ("tests/connect/test_scan_documents.py",),
+    ),
+    Fault(
+        "a step without a plan is refused after one with a plan",
+        "python/distca/integrations/hf_recurrent.py",
+        "in_backward and not _had_no_plan.get() and getattr",
+        "in_backward and getattr",
+        (RECURRENT,),
+    ),
+    Fault(
+        "checkpointing counts what a run in vain has saved",
+        "python/distca/integrations/hf_recurrent.py",
+        "if functions and not are_replaced(module, functions):",
+        "if functions:",
+        (RECURRENT,),
+    ),
+    Fault(
+        "a kernel of the hub has names of its own for what transformers gives it",
+        SCANNED,
+        "inspect.signature(type(original).forward).parameters",
+        "inspect.signature(lambda self, *args, **kwargs: None).parameters",
+        (OF_SCANS,),
+    ),
+    Fault(
+        "a kernel of the hub is taken for one that keeps documents apart",
+        SCANNED,
+        "None if _is_kernel_of_hub(original) else packed_by",
+        "packed_by",
         (OF_SCANS,),
     ),
     Fault(

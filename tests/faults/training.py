@@ -254,8 +254,8 @@ FAULTS = [
     Fault(
         "a recomputation loses the plan that is current",
         "python/distca/integrations/hf_forward.py",
-        "run if here is None else functools.partial(_run, here, run)",
-        "run",
+        "run = functools.partial(_run, current(), run)",
+        "pass",
         ("tests/integrations/test_hf_forward.py",),
     ),
     Fault(

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import inspect
 import io
+import types
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from families import tiny
 from families.recurrent import Result, assert_as_expected
 from families.reference import gradients, loss_of
@@ -21,7 +24,7 @@ import distca
 from distca.integrations import hf
 from distca.integrations.hf_limits import examine
 from distca.integrations.hf_recurrent import is_recurrent, looks_by_functions, run_by_document
-from support.groups import loopback_group, on_all_ranks
+from support.groups import loopback_group, on_all_ranks, outcomes
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of kernels
 
@@ -347,6 +350,53 @@ def test_a_module_whose_functions_were_replaced_runs_once_for_each_document(
     torch.testing.assert_close(found, torch.cat(alone), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("which", "checkpoints"), [("functions", False), ("functions", True), ("forward", False)])
+def test_a_module_in_which_others_have_replaced_something_is_trained(
+    which: str, checkpoints: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a library that brings kernels, or a forward, of its own: the latter before the model is prepared."""
+    entry, options = QWEN
+    model, tokens = tiny.model_of(entry, "distca", options).train(), _tokens()
+    file = importlib.import_module(type(model).__module__)
+    if checkpoints:
+        model.gradient_checkpointing_enable()
+    if which == "forward":
+        module = model.model.layers[0].linear_attn
+        used = inspect.unwrap(type(module).forward)
+        known = {name: inspect.unwrap(f) if hasattr(f, "_distca_along") else f for name, f in vars(file).items()}
+        other = types.FunctionType(used.__code__, known, closure=used.__closure__, argdefs=used.__defaults__)
+        module.forward = functools.partial(other, module)
+    else:
+        [module] = examine(model).recurrent.values()
+        for name in module._distca_functions:
+            monkeypatch.setattr(file, name, inspect.unwrap(getattr(file, name)))
+    plan = distca.plan(distca.Layout.from_documents([[*map(len, tokens)]]), hf.heads_of(model.config, torch.float32))
+    targets = torch.cat([torch.cat([one[1:], torch.tensor([-100])]) for one in tokens])
+    inputs = {"position_ids": plan.layout.position_ids(0)[None], "plan": plan, "use_cache": False}
+    with loopback_group([plan]) as [context]:
+        loss = loss_of(model(torch.cat(tokens)[None], **inputs, distca_context=context).logits[0], targets)
+        loss.backward()
+    assert_as_expected((loss.item(), gradients(model)), _expected("linear attention"))
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+@pytest.mark.parametrize("which", MODELS)
+def test_a_step_without_a_plan_may_follow_one_with_a_plan(which: str, reentrant: bool) -> None:
+    """Its layers run again in backward without a plan, as they have run forward."""
+    entry, options = MODELS[which]
+    model, ids = tiny.model_of(entry, "distca", options).train(), _tokens()[3][None]
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    plan = distca.plan(distca.Layout.from_documents([[40]]), hf.heads_of(model.config, torch.float32))
+    with loopback_group([plan]) as [context]:
+        positions = plan.layout.position_ids(0)[None]
+        model(ids, position_ids=positions, plan=plan, distca_context=context).logits.sum().backward()
+        expected = gradients(model)
+        model.zero_grad()
+        model(ids, use_cache=False).logits.sum().backward()
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-3 * float(gradient.abs().max()))
+
+
 def test_a_model_without_a_plan_is_compiled_into_one_graph() -> None:
     """The functions of its file are others from the first model on that is prepared for plans."""
     entry, options = QWEN
@@ -357,3 +407,72 @@ def test_a_model_without_a_plan_is_compiled_into_one_graph() -> None:
     with torch.no_grad():
         rows = model.model.embed_tokens(ids)
         torch.testing.assert_close(compiled(rows), model.model.layers[0].linear_attn(rows))
+
+
+def causal_conv1d_fn(hidden_states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.conv1d(F.pad(hidden_states, (weight.shape[-1] - 1, 0)), weight)
+
+
+def renamed_scan(hidden_states: torch.Tensor) -> torch.Tensor:
+    return hidden_states.cumsum(dim=1)
+
+
+class Qwen3NextGatedDeltaNet(torch.nn.Module):
+    """A module of a known name, whose recurrence has another name, as in a version of transformers yet to come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1d = torch.nn.Conv1d(3, 3, 2, bias=False)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return renamed_scan(causal_conv1d_fn(hidden_states.mT, self.conv1d.weight).mT)
+
+
+def _shifted(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """A class that derives from a recurrent one, and adds to each row the one before it."""
+
+    class Shifted(kind):
+        def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return super().forward(hidden_states + F.pad(hidden_states, (0, 0, 1, -1)), *args, **kwargs)
+
+    return Shifted
+
+
+@pytest.mark.parametrize("which", ["another name", "another forward"])
+def test_a_module_that_looks_along_rows_in_ways_that_are_not_known_runs_once_for_each_document(which: str) -> None:
+    if which == "another name":
+        module, width = Qwen3NextGatedDeltaNet(), 3
+    else:
+        model = tiny.model_of(QWEN[0], "distca", QWEN[1]).eval()
+        module, width = model.model.layers[0].linear_attn, model.config.hidden_size
+        module.__class__ = _shifted(type(module))
+    rows = torch.randn(1, 8, width, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = torch.cat([module(part) for part in rows.split([5, 3], dim=1)], dim=1)
+        run_by_document(module, lambda: True)
+        with distca.using(distca.plan(distca.Layout.from_documents([[5, 3]]), distca.Heads(1, 1, 8))):
+            torch.testing.assert_close(module(rows), expected)
+
+
+@pytest.mark.parametrize("which", MODELS)
+@pytest.mark.parametrize(
+    ("shape", "said"), [((2, 8), "batch size is 2, must be 1"), ((1, 9), "9 rows but the plan was made for 8 rows")]
+)
+def test_what_a_recurrent_layer_refuses_on_one_rank_is_told_to_its_peer_at_once(
+    which: str, shape: tuple[int, int], said: str
+) -> None:
+    entry, options = MODELS[which]
+    models = [tiny.model_of(entry, "distca", options).train() for _ in range(2)]
+    layout = distca.Layout.from_documents([[6], [8]])
+    config = models[0].config
+    plans = distca.plans(layout, hf.heads_of(config, torch.float32), windows=hf.windows_of(config))
+
+    def work(rank: int, context: distca.Context) -> None:
+        ids = torch.ones(shape if rank else (1, 6), dtype=torch.int64)
+        positions = torch.arange(ids.shape[1])[None]
+        models[rank](ids, position_ids=positions, plan=plans.for_rank(rank), distca_context=context, use_cache=False)
+
+    with loopback_group([*plans.values()], timeout=20.0) as contexts:
+        ours, theirs = outcomes(contexts, work)
+    assert isinstance(theirs, distca.InvalidArgumentError) and said in str(theirs), theirs
+    assert isinstance(ours, distca.PeerLeftError) and "rank 1" in str(ours) and said in str(ours), ours

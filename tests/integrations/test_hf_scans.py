@@ -189,11 +189,30 @@ def test_heads_that_share_none_are_computed_as_alone(entry: str, name: str, rank
     _assert_as_alone(_Scan(entry, name, HEADS["as many"]), ranks)
 
 
+def _made_module(func: Callable[..., Any], is_replaced: bool) -> torch.nn.Module:
+    """A function as the package kernels makes a module of it, and replaces it by a kernel of the hub."""
+
+    class Made(torch.nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return func(*args, **kwargs)
+
+    of_self = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = [of_self, *inspect.signature(func).parameters.values()]
+    Made.forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    made = Made()
+    if is_replaced:
+        made.forward = lambda *args, **kwargs: func(*args, **kwargs)  # type: ignore[method-assign]
+    return made
+
+
+@pytest.mark.parametrize("kind", ["function", "module", "kernel of the hub"])
 @pytest.mark.parametrize("keyword", ["cu_seqlens", "seq_idx", None])
 def test_a_kernel_that_keeps_packed_documents_apart_is_called_once(
-    keyword: str | None, monkeypatch: pytest.MonkeyPatch
+    keyword: str | None, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel as of flash-linear-attention or mamba-ssm, which sums the values of each document; None has neither."""
+    """A kernel as of flash-linear-attention or mamba-ssm, which sums the values of each document; None has neither.
+    Nothing is known of a kernel of the hub.
+    """
     decorate = getattr(hub_kernels, "use_kernel_func_from_hub_with_fallback", None)
     if decorate is None:
         pytest.skip("this version of transformers has no such functions")
@@ -225,7 +244,7 @@ def test_a_kernel_that_keeps_packed_documents_apart_is_called_once(
         pytest.skip("this version of transformers does not say which kernels it has")
     layout = distca.Layout([[(0, 0, 5), (1, 0, 3), (2, 0, 4)], [(2, 4, 6), (3, 0, 1), (3, 1, 2)]])
     plan = distca.plan(layout, distca.Heads(1, 1, 8))
-    run = along_function(name, wrapped)
+    run = along_function(name, wrapped if kind == "function" else _made_module(wrapped, kind == "kernel of the hub"))
 
     def work(rank: int, context: distca.Context) -> torch.Tensor:
         x = torch.ones(1, layout.num_rows(rank), 2, 3)
@@ -241,7 +260,8 @@ def test_a_kernel_that_keeps_packed_documents_apart_is_called_once(
             ]
             assert found.tolist() == [[value] * 2 for value in expected]
     # Whole documents of both ranks, and the cut one on both.
-    assert sorted(calls) == ([2, 3, 5, 6, 6] if keyword is None else [2, 6, 6, 8])
+    is_known = keyword is not None and kind != "kernel of the hub"
+    assert sorted(calls) == ([2, 6, 6, 8] if is_known else [2, 3, 5, 6, 6])
 
 
 def test_outside_of_documents_a_function_runs_as_always() -> None:

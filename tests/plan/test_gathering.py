@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import distca
-from distca.connect.row_exchange import Meeting, ThreadRows
+from distca.connect.row_exchange import GroupRows, Meeting, ThreadRows
 from distca.planner.gathering import gathering
 from support.branches import random_tree, rows_of, rows_on
 from support.groups import on_threads
 
 
 @given(st.integers(0, 10**6), st.integers(1, 5), st.booleans())
-def test_each_document_is_whole_on_one_rank_and_itsown_rows_come_back(seed: int, ranks: int, merges: bool) -> None:
+def test_each_document_is_whole_on_one_rank_and_its_own_rows_come_back(seed: int, ranks: int, merges: bool) -> None:
     tree = random_tree(seed, merges=merges)
     layout = tree.layout(ranks, seed)
 
@@ -107,9 +109,29 @@ def test_an_exchange_to_which_a_rank_does_not_come_is_an_error() -> None:
         exchange.move(torch.zeros(2, 3), [1, 1], [1, 1])
 
 
+def test_rows_that_were_exchanged_are_not_kept() -> None:
+    meeting = Meeting(2)
+    threads = [
+        threading.Thread(target=ThreadRows(meeting, rank, 20.0).move, args=(torch.zeros(2, 3), [1, 1], [1, 1]))
+        for rank in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert meeting.sent == [[], []]
+
+
+def test_a_lack_of_memory_for_rows_is_not_taken_for_the_end_of_a_rank() -> None:
+    exchange = GroupRows.__new__(GroupRows)  # of no process group
+    with pytest.raises(RuntimeError) as error:
+        exchange.bytes_of_all(torch.zeros(1, 1, dtype=torch.uint8), [1], [2**60])
+    assert not isinstance(error.value, distca.DistcaError)
+
+
 @pytest.mark.parametrize("of_row", [(), (3,), (2, 5)])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float32])
-def testrows_of_any_dtype_and_shape_are_exchanged(dtype: torch.dtype, of_row: tuple[int, ...]) -> None:
+def test_rows_of_any_dtype_and_shape_are_exchanged(dtype: torch.dtype, of_row: tuple[int, ...]) -> None:
     """Rank 0 sends three rows to rank 1, which keeps its own three."""
 
     def work(rank: int, exchange: ThreadRows) -> torch.Tensor:

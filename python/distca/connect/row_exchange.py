@@ -118,10 +118,12 @@ class GroupRows(RowExchange):
         self._private.close()
 
     def bytes_of_all(self, sent: torch.Tensor, counts: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+        rows = sent.new_empty(sum(received), *sent.shape[1:])  # a lack of memory is the fault of no other rank
         try:
-            return self._private.all_to_all(sent, counts, received)
+            self._private.all_to_all(sent, counts, rows, received)
         except RuntimeError as error:
             raise _unreachable(error) from error
+        return rows
 
 
 class ThreadRows(RowExchange):
@@ -143,6 +145,7 @@ class ThreadRows(RowExchange):
             here.barrier.wait(self._timeout)
             rows = torch.cat([of_rank[self._rank] for of_rank in here.sent])
             here.barrier.wait(self._timeout)
+            here.sent[self._rank] = []  # nobody reads it any more
         except threading.BrokenBarrierError as error:
             raise PeerTimeoutError("the ranks could not exchange rows: one of them did not come") from error
         return rows

@@ -50,9 +50,9 @@ from distca.integrations.hf_limits import check_model as check_model
 from distca.integrations.hf_limits import drops_keywords
 from distca.integrations.hf_masks import DeferredMask, distca_mask
 from distca.integrations.hf_models import NAME as NAME
+from distca.integrations.hf_models import check_rows, refuse
 from distca.integrations.hf_models import heads_of as heads_of
 from distca.integrations.hf_models import mask_of as mask_of
-from distca.integrations.hf_models import refuse
 from distca.integrations.hf_models import windows_of as windows_of
 from distca.integrations.hf_ping_pong import ping_pong as ping_pong
 from distca.integrations.hf_ping_pong import plan_halves as plan_halves
@@ -314,21 +314,8 @@ def _checked_plan(
 
 
 def _check_call(query: torch.Tensor, key: torch.Tensor, plan: Plan, dropout: float, kwargs: dict[str, Any]) -> None:
-    # Messages with numbers of rows are made only where they are raised: a graph of any number of rows cannot make one.
     batch, _, num_rows, _ = query.shape
-    if batch != 1:
-        refuse(
-            True,
-            f"batch size is {batch}, must be 1: pack the documents of this rank one after the other into one row, "
-            "input_ids [1, T], and give their lengths to the plan; or take hf.unpad(model) and pass no plan",
-        )
-    expected = plan.num_rows
-    if num_rows != expected:
-        refuse(
-            True,
-            f"the input has {num_rows} rows but the plan was made for {expected} rows on rank {plan.rank}: "
-            "make a plan of this batch's layout",
-        )
+    check_rows(batch, num_rows, plan.num_rows, plan.rank)
     if not torch.compiler.is_compiling():  # of compiled layers the core tells
         dtype, planned = dtype_under_autocast(query), plan.heads.dtype
         refuse(

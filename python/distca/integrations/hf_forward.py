@@ -32,7 +32,7 @@ from distca.errors import InvalidArgumentError, refusals_told
 from distca.integrations.hf_bidirectional import has_marks
 from distca.integrations.hf_limits import check_model, examine, goes_another_way
 from distca.integrations.hf_models import NAME, num_attention_calls, refuse, takes_plans, text_model
-from distca.integrations.hf_recurrent import ran_by_document
+from distca.integrations.hf_recurrent import had_no_plan, ran_by_document
 from distca.integrations.hf_results import has_labels_of_rows, has_own_loss, rank_of_several_documents
 from distca.integrations.hf_rope import depends_on_longest
 from distca.pingpong.turns import calls_of_half
@@ -354,12 +354,13 @@ class _KeepsPlan:
         self.checkpoint = checkpoint
 
     def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        here = None if torch.compiler.is_compiling() else current()
-        return self.checkpoint(run if here is None else functools.partial(_run, here, run), *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            run = functools.partial(_run, current(), run)
+        return self.checkpoint(run, *args, **kwargs)
 
 
-def _run(here: Current, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with using(here.plan, context=here.context):
+def _run(here: Current | None, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with had_no_plan() if here is None else using(here.plan, context=here.context):
         return run(*args, **kwargs)
 
 

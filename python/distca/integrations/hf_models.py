@@ -49,6 +49,23 @@ def refuse(condition: bool, message: str) -> None:
         raise InvalidArgumentError(f'attn_implementation="{NAME}": {message}')
 
 
+def check_rows(batch: int, num_rows: int, planned: int, rank: int) -> None:
+    """Raises InvalidArgumentError unless a layer has one packed row, of as many rows as the plan has on this rank."""
+    # Messages with numbers of rows are made only where they are raised: a graph of any number of rows cannot make one.
+    if batch != 1:
+        refuse(
+            True,
+            f"batch size is {batch}, must be 1: pack the documents of this rank one after the other into one row, "
+            "input_ids [1, T], and give their lengths to the plan; or take hf.unpad(model) and pass no plan",
+        )
+    if num_rows != planned:
+        refuse(
+            True,
+            f"the input has {num_rows} rows but the plan was made for {planned} rows on rank {rank}: "
+            "make a plan of this batch's layout",
+        )
+
+
 def kinds_of(config: PreTrainedConfig) -> list[str]:
     """The type of each layer of a text model; empty if its configuration does not say them."""
     return list(getattr(config, "layer_types", None) or ())

@@ -22,11 +22,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from distca.connect.row_exchange import RowExchange
 from distca.current import current
-from distca.errors import InvalidArgumentError
-from distca.integrations.hf_models import refuse
-from distca.integrations.hf_scans import along_documents, exchange_of_rows, functions_of
+from distca.errors import InvalidArgumentError, refusals_told
+from distca.integrations.hf_models import check_rows, refuse
+from distca.integrations.hf_scans import along_documents, are_replaced, exchange_of_rows, functions_of
 from distca.planner.gathering import Gathering, gathering
 from distca.planner.pieces import whole_pieces
+from distca.registry import find_context
 
 #: Recurrent modules that nothing in them tells from attention.
 _BY_NAME = ("MiniMaxLightningAttention",)
@@ -37,6 +38,7 @@ _ROWS = ("hidden_states", "input_states", "args")
 _OF_PACKED_ROWS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 _run: ContextVar[set[torch.nn.Module] | None] = ContextVar("distca.recurrent", default=None)
+_had_no_plan: ContextVar[bool] = ContextVar("distca.had_no_plan", default=False)
 
 
 def looks_along_rows(module: torch.nn.Module) -> bool:
@@ -96,18 +98,19 @@ def _forward(
     leaves = [None if _is_cache(leaf) else leaf for leaf in leaves]
     rows = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     num_rows = rows.shape[1]
-    if layout.num_rows(rank) != num_rows:
-        raise InvalidArgumentError(
-            f"{type(module).__name__}: {num_rows} rows, and the plan has {layout.num_rows(rank)} on rank {rank}"
-        )
+    with refusals_told(find_context(here.context)):
+        check_rows(rows.shape[0], num_rows, layout.num_rows(rank), rank)
     functions: frozenset[str] = module.__dict__["_distca_functions"]
-    if functions:
+    # Functions that were replaced are noticed before a run in vain: activation checkpointing counts what such a run
+    # saves, and finds less in backward.
+    if functions and not are_replaced(module, functions):
         args, kwargs = tree_unflatten(leaves, spec)
         with along_documents(here) as called:
             result = forward(*args, **kwargs)
         if called == functions:
             return result
-        module.__dict__["_distca_functions"] = frozenset()  # others have replaced them, on all ranks
+    if functions:  # others have replaced them, or the module's forward, on all ranks
+        module.__dict__["_distca_functions"] = frozenset()
         refuse_units_inside(type(module).__name__, module)
     have_rows = [_has_rows(leaf, num_rows) for leaf in leaves]
     gathered = gathering(layout, rank, rows.device)
@@ -191,12 +194,23 @@ def _joined(lengths: list[int], *of_documents: Any) -> Any:
 
 def refuse_recomputation(module: torch.nn.Module) -> None:
     """Raises InvalidArgumentError if a module that ran with a plan runs again in backward without one."""
-    if torch._C._current_graph_task_id() != -1 and getattr(module, "_distca_had_plan", False):
+    in_backward = torch._C._current_graph_task_id() != -1
+    if in_backward and not _had_no_plan.get() and getattr(module, "_distca_had_plan", False):
         raise InvalidArgumentError(
             'attn_implementation="distca": a layer runs again in backward (activation checkpointing), where its plan '
             "is not known: use model.gradient_checkpointing_enable(), or checkpoint a function that enters "
             "distca.using(plan) itself"
         )
+
+
+@contextmanager
+def had_no_plan() -> Iterator[None]:
+    """Inside, layers may run again in backward without a plan, because their forward had none."""
+    before = _had_no_plan.set(True)
+    try:
+        yield
+    finally:
+        _had_no_plan.reset(before)
 
 
 def refuse_units_inside(name: str, module: torch.nn.Module) -> None:

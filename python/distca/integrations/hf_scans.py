@@ -29,8 +29,10 @@ from distca.planner.head_split import Documents, head_split
 from distca.registry import find_context
 from distca.scans import scan_split
 
-#: The modules, which nothing but such functions makes look along rows.
-MODULES = frozenset(
+#: Modules that nothing but the convolution makes look along rows.
+_CONVOLUTIONS = frozenset({"Lfm2MoeShortConv", "Lfm2ShortConv", "Lfm3ShortConv"})
+#: Those, and the modules that nothing but the convolution and one recurrence makes look along rows.
+MODULES = _CONVOLUTIONS | frozenset(
     {
         "BailingHybridDeltaAttention",
         "BambaMixer",
@@ -39,9 +41,6 @@ MODULES = frozenset(
         "JambaMambaMixer",
         "KimiLinearDeltaAttention",
         "LaraMiniGatedDeltaNet",
-        "Lfm2MoeShortConv",
-        "Lfm2ShortConv",
-        "Lfm3ShortConv",
         "NemotronHMamba2Mixer",
         "OlmoHybridGatedDeltaNet",
         "Qwen3NextGatedDeltaNet",
@@ -130,22 +129,29 @@ def functions_of(module: torch.nn.Module) -> frozenset[str]:
 
     From then on these functions run along the documents of a plan inside of `along_documents`.
     """
-    kind = next((kind for kind in type(module).__mro__ if kind.__name__ in MODULES), None)
-    if kind is None:
-        return frozenset()
-    forward = inspect.unwrap(vars(kind)["forward"])
-    if not isinstance(forward, types.FunctionType):
+    # A class that derives from one of these and has another forward may look along rows in other ways, too.
+    kind = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+    forward = inspect.unwrap(type(module).forward)
+    if kind.__name__ not in MODULES or not isinstance(forward, types.FunctionType):
         return frozenset()
     used = {i.argval for i in get_instructions(forward) if i.opname == "LOAD_GLOBAL"}
     found = forward.__globals__
     names = used & {_CONVOLUTION, *_SCANS}
-    if _CONVOLUTION not in names or not all(callable(found.get(name)) for name in names):
+    # A version of transformers whose recurrence has another name is not known.
+    expected = 1 if kind.__name__ in _CONVOLUTIONS else 2
+    if _CONVOLUTION not in names or len(names) != expected or not all(callable(found.get(name)) for name in names):
         return frozenset()
     with _replacing:
         for name in names | used & {*_FUSED}:
             if not hasattr(found[name], "_distca_along"):
                 found[name] = along_function(name, found[name])
     return frozenset(names)
+
+
+def are_replaced(module: torch.nn.Module, functions: frozenset[str]) -> bool:
+    """Whether others have replaced some of a module's functions since `functions_of` has found them."""
+    found = inspect.unwrap(type(module).forward).__globals__
+    return not all(hasattr(found.get(name), "_distca_along") for name in functions)
 
 
 @contextmanager
@@ -164,7 +170,7 @@ def along_documents(plan: Current) -> Iterator[set[str]]:
 
 def along_function(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """The function, which inside of `along_documents` runs along documents, and elsewhere as always."""
-    parameters = list(inspect.signature(original).parameters)
+    parameters = _parameters_of(original)
     packed_by = _SCANS[name].packed_by if name in _SCANS else None
     packed_by = packed_by if _packs(original, packed_by) else None
 
@@ -203,13 +209,28 @@ def _run(
 
     if name == _CONVOLUTION:
         return _convolve(call, named, along)
-    return _scan(_SCANS[name], call, named, along, packed_by)
+    return _scan(_SCANS[name], call, named, along, None if _is_kernel_of_hub(original) else packed_by)
+
+
+def _parameters_of(original: Callable[..., Any]) -> list[str]:
+    """The names of a function's parameters. The package kernels makes a module of it, with such a forward."""
+    if not isinstance(original, torch.nn.Module):
+        return list(inspect.signature(original).parameters)
+    _, *parameters = inspect.signature(type(original).forward).parameters  # without self; a kernel has other names
+    return parameters
+
+
+def _is_kernel_of_hub(original: Callable[..., Any]) -> bool:
+    """Whether the package kernels has replaced what the function does (``use_kernels=True``), which it may do later."""
+    return isinstance(original, torch.nn.Module) and "forward" in vars(original)
 
 
 def _packs(original: Callable[..., Any], keyword: str | None) -> bool:
     """Whether the function is a kernel that keeps the documents of a packed row apart, as transformers knows of it. Its
     own code does not.
     """
+    if isinstance(original, torch.nn.Module):  # of the package kernels, around the function
+        original = inspect.getclosurevars(type(original).forward).nonlocals.get("func", original)
     known = inspect.getclosurevars(original).nonlocals if isinstance(original, types.FunctionType) else {}
     return known.get("is_new_implementation") is True and keyword in known.get("applicable_params", ())
 

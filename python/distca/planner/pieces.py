@@ -28,7 +28,8 @@ def kept_with_layout(make: Callable[_Arguments, _Made]) -> Callable[_Arguments, 
         made = kept.setdefault(layout, {})
         key = (*others, *kwargs.items())
         if key not in made:
-            made[key] = make(*args, **kwargs)
+            with torch.inference_mode(False):  # otherwise no backward could keep its tensors
+                made[key] = make(*args, **kwargs)
         return made[key]
 
     return find

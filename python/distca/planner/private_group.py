@@ -49,11 +49,11 @@ class PrivateGroup:
         waited(self._live().allgather([everyone], [mine]))
         return everyone
 
-    def all_to_all(self, sent: torch.Tensor, counts: Sequence[int], received: Sequence[int]) -> torch.Tensor:
-        """Sends `counts` rows of `sent` to the ranks and returns the rows that come: `received` from each."""
-        rows = sent.new_empty(sum(received), *sent.shape[1:])
+    def all_to_all(
+        self, sent: torch.Tensor, counts: Sequence[int], rows: torch.Tensor, received: Sequence[int]
+    ) -> None:
+        """Sends `counts` rows of `sent` to the ranks. `rows` become those that come: `received` from each."""
         all_to_all_single(self._live(), rows, sent, list(received), list(counts))
-        return rows
 
     def _live(self) -> Any:
         if self._backend is None:
