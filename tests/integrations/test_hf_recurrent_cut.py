@@ -258,7 +258,7 @@ MICRO_BATCHES = (
     (PROMPTS, [[(0, 0, 5), (1, 9, 15), (4, 0, 7)], [(2, 9, 25), (0, 5, 9), (3, 11, 12)]]),
 )
 PIPELINED = {
-    "state spaces": ("granitemoehybrid", {"layer_types": ["mamba", "attention"] * 2}),
+    "state spaces": ("bamba", {"attn_layer_indices": [1, 3]}),
     "a sum over time": ("minimax", {"layer_types": ["linear_attention", "full_attention"] * 2}),
 }
 
