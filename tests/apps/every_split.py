@@ -131,4 +131,4 @@ def test_a_model_that_processes_share_takes_the_steps_of_one_rank_or_is_refused(
         launch(_train, split, tmp_path / str(number), ranks=4)
         worst = worst_difference(tmp_path / str(number), tmp_path / "alone")
         print(f"{name}, --pipeline {split.pipeline} --tensor {split.tensor}: {worst:.1e}")
-        assert worst < (2e-5 if CASES[name].recurrent else 5e-6)  # recurrences carry rounding on
+        assert worst < (4e-5 if CASES[name].recurrent else 5e-6)  # recurrences carry rounding on

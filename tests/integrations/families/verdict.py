@@ -28,8 +28,9 @@ from .reference import (
 )
 
 #: Relative bounds: the first for the loss of all documents, the second for the norms of each gradient and of the
-#: logits, and the third for those of models whose recurrences carry rounding on.
-LOSS, NORM, RECURRENT_NORM = 1e-6, 1e-5, 3e-5
+#: logits, and the third for those of models whose recurrences carry rounding on. Where PyTorch's products round in
+#: another way, as on processors with AMX, the same code comes to 1.1e-5.
+LOSS, NORM, RECURRENT_NORM = 1e-6, 2e-5, 3e-5
 
 #: Models whose own loss does not shift labels.
 _UNSHIFTED = ("whisper",)
