@@ -300,7 +300,7 @@ void attend_unit(const KernelCall& call, int64_t unit, float* packed, const Buff
   }
 }
 
-void work_on_units(const KernelCall& call, const WorkItem& item, WorkerItems& others, float* scratch) {
+void work_on_units(const KernelCall& call, const WorkItem& item, WorkerItems& items, float* scratch) {
   FloatCarver carver(scratch);
   const Buffers buffers(call, carver);
   float* const packed = carver.take(kMostWholeUnitFloats);
@@ -316,7 +316,7 @@ void work_on_units(const KernelCall& call, const WorkItem& item, WorkerItems& ot
       std::optional<UnitToCome> next;
       if (u + 1 < item.end)
         next.emplace(call, call.units[static_cast<size_t>(u + 1)]);
-      else if (const WorkItem* ahead = others.look_ahead())
+      else if (const WorkItem* ahead = items.look_ahead())
         next.emplace(call, call.units[static_cast<size_t>(ahead->begin)]);
       attend_unit(call, u, packed_at(u - first), buffers, next ? &*next : nullptr);
     }

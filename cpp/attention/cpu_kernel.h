@@ -154,7 +154,7 @@ inline float softmax_scale(const Scores& scores) { return scores.scale == 0.f ? 
 /// A pass over the items of a batch: the work, and how much scratch an item needs at most.
 struct Pass {
   int64_t (*scratch_floats)(const KernelCall&);
-  void (*work)(const KernelCall&, const WorkItem&, WorkerItems& others, float* scratch);
+  void (*work)(const KernelCall&, const WorkItem&, WorkerItems& items, float* scratch);
 };
 
 /// Forward of units with few keys: items are units of one group, and a unit's query rows are attended with its keys.

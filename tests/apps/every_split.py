@@ -100,6 +100,10 @@ def _train(config: TrainConfig, run_dir: Path) -> None:
     train(config, run_dir)
 
 
+#: Other bounds, by name: on an Intel Xeon with AMX this model comes to 2.13e-5.
+_BOUNDS = dict.fromkeys(("qwen3_5", "qwen3_5_text"), 2.3e-5)
+
+
 @pytest.mark.filterwarnings("ignore")  # transformers warns of kernels
 @pytest.mark.parametrize("name", EXACT)
 def test_a_model_that_processes_share_takes_the_steps_of_one_rank_or_is_refused(name: str, tmp_path: Path) -> None:
@@ -131,4 +135,4 @@ def test_a_model_that_processes_share_takes_the_steps_of_one_rank_or_is_refused(
         launch(_train, split, tmp_path / str(number), ranks=4)
         worst = worst_difference(tmp_path / str(number), tmp_path / "alone")
         print(f"{name}, --pipeline {split.pipeline} --tensor {split.tensor}: {worst:.1e}")
-        assert worst < (4e-5 if CASES[name].recurrent else 5e-6)  # recurrences carry rounding on
+        assert worst < _BOUNDS.get(name, 2e-5 if CASES[name].recurrent else 5e-6)  # recurrences carry rounding on

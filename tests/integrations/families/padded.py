@@ -10,7 +10,7 @@ from distca.integrations import hf
 from . import tiny
 from .cases import CASES, expected_kind
 from .reference import NO_TARGET, Case, Results, gradients, loss_of, run, worst_error
-from .verdict import LOSS, NORM, RECURRENT_NORM
+from .verdict import LOSS, norm_of
 
 #: A prompt and two answers, of which one has two ends; a document that is the prompt's beginning; others.
 LENGTHS = (60, 70, 66, 25, 1, 33)
@@ -83,6 +83,5 @@ def found(case: Case, share_prompts: bool) -> str:
                 ours = Results(loss.item(), gradients(model), torch.cat(logits()), 0)
     except distca.InvalidArgumentError as error:
         return f"refused: {error}"
-    norm = RECURRENT_NORM if case.recurrent else NORM
-    name, error = worst_error(ours, _reference(case), trained=True, loss=LOSS, norm=norm)
+    name, error = worst_error(ours, _reference(case), trained=True, loss=LOSS, norm=norm_of(case))
     return "exact" if error <= 1 else f"fails: {name} differs by {error:.2f} of what is allowed"

@@ -13,7 +13,7 @@ from support.groups import loopback_group, outcomes
 
 from . import tiny
 from .reference import Case, Results, gradients, loss_of, run, takes_any_keyword, worst_error
-from .verdict import LOSS, NORM, RECURRENT_NORM
+from .verdict import LOSS, norm_of
 
 #: A prompt, two answers that begin at its end and inside of it, one that goes on from the middle of another, and a
 #: document that shares nothing.
@@ -89,8 +89,7 @@ def found(case: Case) -> str:
     first, second = results
     grads = {name: first.grads[name] + second.grads[name] for name in first.grads}
     ours = Results(first.loss + second.loss, grads, torch.cat([first.logits, second.logits]), 0)
-    norm = RECURRENT_NORM if case.recurrent else NORM
-    name, error = worst_error(ours, _reference(case), trained=True, loss=LOSS, norm=norm)
+    name, error = worst_error(ours, _reference(case), trained=True, loss=LOSS, norm=norm_of(case))
     return "exact" if error <= 1 else f"fails: {name} differs by {error:.2f} of what is allowed"
 
 

@@ -28,12 +28,19 @@ from .reference import (
 )
 
 #: Relative bounds: the first for the loss of all documents, the second for the norms of each gradient and of the
-#: logits, and the third for those of models whose recurrences carry rounding on. Where PyTorch's products round in
-#: another way, as on processors with AMX, the same code comes to 1.1e-5.
-LOSS, NORM, RECURRENT_NORM = 1e-6, 2e-5, 3e-5
+#: logits, and the third for those of models whose recurrences carry rounding on.
+LOSS, NORM, RECURRENT_NORM = 1e-6, 1e-5, 3e-5
+#: Other bounds of norms, by entry. On an Intel Xeon with AMX the gradient of Gemma 4's embeddings differs by 1.09e-5,
+#: the same for each instruction set of distca's kernel.
+_NORMS = {"gemma4": 1.2e-5}
 
 #: Models whose own loss does not shift labels.
 _UNSHIFTED = ("whisper",)
+
+
+def norm_of(case: Case) -> float:
+    """The relative bound for the norms of a case's gradients and logits."""
+    return _NORMS.get(case.entry, RECURRENT_NORM if case.recurrent else NORM)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,8 +119,7 @@ def _judged(
     first, second = results
     grads = {name: first.grads[name] + second.grads[name] for name in first.grads}
     ours = Results(first.loss + second.loss, grads, torch.cat([first.logits, second.logits]), first.calls)
-    norm = RECURRENT_NORM if case.recurrent else NORM
-    name, error = worst_error(ours, expected(), trained=way.train, loss=LOSS, norm=norm)
+    name, error = worst_error(ours, expected(), trained=way.train, loss=LOSS, norm=norm_of(case))
     if way.labels:
         wanted = loss_of(expected().logits, torch.cat([document.targets for document in documents()])).item()
         name, error = "the model's own loss", abs(ours.loss - wanted) / wanted / LOSS
